@@ -1,0 +1,75 @@
+"""The command line: one file a command, and the place where an error becomes a line and an exit code.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | a bug of ours: the traceback is shown |
+| 2 | the user can mend it: `error: <kind>: <line>` |
+| 3 | the exactness contract did not hold |
+| 130 | interrupted |
+
+Commands import what they run inside their function, so `lockstep --help` is quick and a command needs only the packages
+it uses. Next: `train.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from lockstep import __version__
+from lockstep.cli import audit, config_cmd, doctor, evaluate, models_cmd, report, train
+from lockstep.errors import ContractError, UserError
+
+app = typer.Typer(
+    name="lockstep",
+    help="Reinforcement learning of language models in FP8, with rollout and trainer equal bit for bit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("train")(train.train)
+app.command("eval")(evaluate.evaluate)
+app.command("audit")(audit.audit)
+app.command("report")(report.report)
+app.command("doctor")(doctor.doctor)
+app.add_typer(config_cmd.app, name="config")
+app.add_typer(models_cmd.app, name="model")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lockstep {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors too.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Options that stand before the command; `main` reads --debug itself, so that it may also stand behind it."""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line (`sys.argv` by default) and exit with its code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    try:
+        app(args=[a for a in arguments if a != "--debug"], prog_name="lockstep")
+    except (UserError, ContractError) as e:
+        if debug:
+            raise
+        line = e.line() if isinstance(e, UserError) else " ".join(str(e).split())
+        print(f"error: {e.kind}: {line}", file=sys.stderr)
+        sys.exit(e.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)

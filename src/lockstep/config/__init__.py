@@ -1,0 +1,1 @@
+"""YAML and command line in, `RunSpec` out. Start at `load.py`."""

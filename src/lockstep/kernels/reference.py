@@ -1,0 +1,196 @@
+"""Every operation of the model in plain torch: the definition of each value, and the CPU backend.
+
+Two precisions of summation. `exact` takes FP8 block sums of 128 in float64, where they are exact (an e4m3 product needs 8
+bits, a block sum 43), so the result doesn't depend on the order of summation on any machine; scales and the sum over
+blocks are FP32 in ascending order, rounded once. `fast` multiplies dequantized FP32 values in an order that is the same for
+every row (`rowwise.py`). Both obey the row law; only `fast` is quick enough to train with on a CPU.
+
+A device backend (`Kernels` in `table.py`) must match `exact` within tolerance and obey the row law exactly.
+
+Shapes: T rows (tokens), K inputs, N outputs, H heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.attention_index import AttentionIndex
+from lockstep.kernels.reference_attention import attention_backward, attention_forward
+from lockstep.kernels.rowwise import row_matmul, tree_sum
+from lockstep.numerics.formats import BLOCK, E4M3_MAX, Operand
+from lockstep.numerics.quantize import Quantized, quantize, to_codes, widen
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight as the kernels want it. Exactly one of `codes` and `plain` is its value; `dense` is FP32 code times scale.
+
+    codes: quantized [N, K]. plain: BF16 (or the activation type) [N, K]. dense: [N, K] FP32, None in `exact`.
+    """
+
+    codes: Quantized | None
+    plain: Tensor | None
+    dense: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales, or of the plain values: what publication ships."""
+        parts = (self.codes.codes, self.codes.scale) if self.codes is not None else (self.plain,)
+        return sum(p.numel() * p.element_size() for p in parts if p is not None)
+
+
+class ReferenceKernels:
+    """The operations. Stateless; `exact` selects float64 sums."""
+
+    def __init__(self, *, exact: bool = False) -> None:
+        self.exact = exact
+        self.name = "exact" if exact else "reference"
+        self.sum_type = torch.float64 if exact else torch.float32
+
+    # Linear layers -------------------------------------------------------------------------------------------
+
+    def pack(self, weight: Quantized | Tensor) -> PackedWeight:
+        """Prepares a quantized or plain weight [N, K] for `linear`."""
+        if isinstance(weight, Quantized):
+            return PackedWeight(weight, None, None if self.exact else weight.dequantize())
+        return PackedWeight(None, weight, weight.to(self.sum_type))
+
+    def quantize_rows(self, x_TK: Tensor, operand: Operand) -> Quantized:
+        """1x128 codes of activations or output gradients."""
+        return quantize(x_TK, operand)
+
+    def dense_input(self, x_TK: Quantized | Tensor) -> Quantized | Tensor:
+        """The operand as `linear` multiplies it; make it once when several weights share an input."""
+        if isinstance(x_TK, Quantized):
+            return x_TK if self.exact else x_TK.dequantize()
+        return x_TK.to(self.sum_type)
+
+    def linear(self, x_TK: Quantized | Tensor, weight: PackedWeight) -> Tensor:
+        """x w^T in FP32, before the one rounding, [T, N]. `x_TK` comes from `dense_input`."""
+        if isinstance(x_TK, Quantized):
+            assert weight.codes is not None
+            return block_matmul(x_TK, weight.codes)
+        assert weight.dense is not None
+        return row_matmul(x_TK, weight.dense).float()
+
+    def linear_dgrad(self, grad_TN: Quantized | Tensor, weight: PackedWeight) -> Tensor:
+        """grad w in FP32, [T, K]. Quantized gradients meet the codes of the forward pass, transposed."""
+        if isinstance(grad_TN, Quantized) and self.exact:
+            assert weight.codes is not None
+            return block_matmul(grad_TN, weight.codes.transpose())
+        dense = weight.dense if weight.dense is not None else _value(weight)
+        grad = grad_TN.dequantize() if isinstance(grad_TN, Quantized) else grad_TN
+        return (grad.to(dense.dtype) @ dense).float()
+
+    def linear_wgrad(self, grad_TN: Quantized | Tensor, x_TK: Quantized | Tensor) -> Tensor:
+        """grad^T x in FP32, [N, K]. Quantized operands are grouped 128x1, along tokens."""
+        if isinstance(grad_TN, Quantized) and isinstance(x_TK, Quantized) and self.exact:
+            return block_matmul(grad_TN.transpose(), x_TK.transpose())
+        grad = grad_TN.dequantize() if isinstance(grad_TN, Quantized) else grad_TN.float()
+        x = x_TK.dequantize() if isinstance(x_TK, Quantized) else x_TK.float()
+        return grad.t() @ x
+
+    # Norm, rotary embedding, activation ------------------------------------------------------------------------
+
+    def rms_norm(self, x_TK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean x^2 + eps) * weight in FP32, rounded once to x's type. Last dimension is normalised."""
+        x = x_TK.float()
+        inverse = 1.0 / (tree_sum(x * x) / x.shape[-1] + eps).sqrt()
+        return (x * inverse[..., None] * weight_K.float()).to(x_TK.dtype)
+
+    def rope(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        """Rotates the two halves of each head (Su et al., arXiv 2104.09864, in Llama's layout). cos, sin: [T, D / 2] FP32."""
+        half = x_THD.shape[-1] // 2
+        x = x_THD.float()
+        a, b = x[..., :half], x[..., half:]
+        cos, sin = cos_TD[:, None], sin_TD[:, None]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_THD.dtype)
+
+    def swiglu(self, gate_TN: Tensor, up_TN: Tensor) -> Tensor:
+        """silu(gate) up in FP32, rounded once. silu is spelled out: torch's rounds otherwise at a vector's end."""
+        gate = gate_TN.float()
+        return (gate / (1.0 + (-gate).exp()) * up_TN.float()).to(gate_TN.dtype)
+
+    # Attention ------------------------------------------------------------------------------------------------
+
+    def quantize_kv(self, x_SGD: Tensor, scale_G: Tensor) -> Tensor:
+        """e4m3 codes of keys or values under fixed per-head scales; larger values saturate."""
+        return to_codes(x_SGD.float() / scale_G[None, :, None])
+
+    def attention(
+        self,
+        q_THD: Tensor,
+        k_SGD: Tensor,
+        v_SGD: Tensor,
+        index: AttentionIndex,
+        k_scale_G: Tensor | None = None,
+        v_scale_G: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `reference_attention.attention_forward`."""
+        return attention_forward(q_THD, k_SGD, v_SGD, index, k_scale_G, v_scale_G, self.sum_type)
+
+    def attention_grad(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_SGD: Tensor,
+        v_SGD: Tensor,
+        out_THD: Tensor,
+        lse_TH: Tensor,
+        index: AttentionIndex,
+        k_scale_G: Tensor | None = None,
+        v_scale_G: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `reference_attention.attention_backward`."""
+        return attention_backward(
+            grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH, index, k_scale_G, v_scale_G, self.sum_type
+        )
+
+    # Output head ----------------------------------------------------------------------------------------------
+
+    def logits(self, h_TK: Tensor, head: PackedWeight, temperature_T: Tensor) -> Tensor:
+        """Logits over each row's temperature [T], [T, V] FP32."""
+        logits = self.linear(self.dense_input(h_TK), head)
+        return logits.div_(temperature_T[:, None])
+
+    def log_normalizer(self, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+        """(log sum exp [T], entropy [T]) FP32 of FP32 logits."""
+        peak = logits_TV.amax(-1)
+        shifted = logits_TV - peak[:, None]
+        weights = shifted.exp()
+        total = tree_sum(weights)
+        mean_shift = tree_sum(weights.mul_(shifted)) / total
+        log_total = total.log()
+        return peak + log_total, log_total - mean_shift
+
+
+def block_matmul(x_TK: Quantized, w_NK: Quantized) -> Tensor:
+    """Block-scaled x w^T: exact block sums of 128 along K in float64, times both scales, added in FP32 ascending. [T, N].
+
+    Takes 1x128 x 128x128 and 1x128 x 1x128 (after `transpose`, 128x1 operands group along the contracted dimension).
+    """
+    assert x_TK.group == (1, BLOCK) and w_NK.group[1] == BLOCK, (x_TK.group, w_NK.group)
+    x, w = widen(x_TK.codes).double(), widen(w_NK.codes).double()
+    w_scale = w_NK.scale
+    if w_NK.group[0] > 1:
+        w_scale = w_scale.repeat_interleave(w_NK.group[0], 0)[: w.shape[0]]
+    out = torch.zeros(x.shape[0], w.shape[0], device=x.device)
+    for block, start in enumerate(range(0, x.shape[1], BLOCK)):
+        product = (x[:, start : start + BLOCK] @ w[:, start : start + BLOCK].t()).float()
+        out += product * (x_TK.scale[:, block, None] * w_scale[None, :, block])
+    return out
+
+
+def saturated(x_SGD: Tensor, scale_G: Tensor) -> Tensor:
+    """Elements beyond the range of their FP8 scale: these get no gradient."""
+    return x_SGD.float().abs() > scale_G[None, :, None] * E4M3_MAX
+
+
+def _value(weight: PackedWeight) -> Tensor:
+    assert weight.codes is not None
+    return weight.codes.dequantize()
+
+

@@ -1,0 +1,39 @@
+"""One process: makes the parts, opens the run's folder, and lets the loop run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lockstep.observe.logger import RunLogger
+from lockstep.observe.rundir import RunDir
+from lockstep.rewards.evaluate import Rewards
+from lockstep.trainer.evaluation import Evaluator
+from lockstep.trainer.loop import RunResult, Trainer
+from lockstep.trainer.setup import make_parts
+from lockstep.trainer.spec import ModelSource, RunSpec
+
+
+def run_training(spec: RunSpec, *, resume: str = "auto", config_yaml: str = "") -> RunResult:
+    """Trains; everything it writes is under `spec.run_dir`."""
+    torch.manual_seed(spec.seed)
+    run_dir = Path(spec.run_dir)
+    with Rewards(spec.rewards) as rewards:
+        parts = make_parts(spec)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if config_yaml:
+            RunDir(run_dir).config_file.write_text(config_yaml)
+        with RunLogger(run_dir, spec.observe, spec.update.steps) as logger:
+            return Trainer(parts, rewards, logger).run(resume)
+
+
+def run_evaluation(spec: RunSpec, model_path: str | None = None) -> dict[str, float]:
+    """Metrics of `spec.eval` for the run's model, or for another folder."""
+    if model_path:
+        spec = replace(spec, model=ModelSource(path=model_path))
+    with Rewards(spec.rewards) as rewards:
+        parts = make_parts(spec)
+        parts.engine.decoder.refresh(1)
+        return Evaluator(parts, rewards).run(0, 1)

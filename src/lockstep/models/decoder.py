@@ -1,0 +1,127 @@
+"""The one decoder: Llama 3, Qwen2, Qwen3, SmolLM2. Trainer and embedded engine run this class and nothing else.
+
+Parameters carry Hugging Face's names, so a checkpoint is loaded and saved without a mapping. Rows are packed, [T, ...]:
+there is no batch dimension and no padding; which rows belong together is the attention context's knowledge.
+
+    h = embed(ids);  for each layer: h += attention(norm(h));  h += mlp(norm(h));  norm(h) -> head
+
+Next: `../nn/linear.py` for the three GEMMs, `../nn/context.py` for the seam.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.kernels.table import Kernels
+from lockstep.models.frequencies import inverse_frequencies
+from lockstep.models.spec import ModelSpec
+from lockstep.nn.attention import Attention
+from lockstep.nn.context import AttentionContext
+from lockstep.nn.head import Table
+from lockstep.nn.mlp import MLP
+from lockstep.nn.norm import RMSNorm
+from lockstep.nn.rope import Rope
+from lockstep.nn.working import Refreshed, Working
+from lockstep.numerics.flow import Flow
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP with residuals in the activation type."""
+
+    def __init__(self, spec: ModelSpec, rope: Rope, *, flow: Flow, layer: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, flow=flow, kernels=kernels)
+        self.self_attn = Attention(
+            hidden=spec.hidden_size,
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            qkv_bias=spec.attention_bias,
+            out_bias=spec.attention_output_bias,
+            qk_norm_eps=spec.rms_norm_eps if spec.qk_norm else None,
+            rope=rope,
+            flow=flow,
+            layer=layer,
+            kernels=kernels,
+        )
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, flow=flow, kernels=kernels)
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, flow=flow, layer=layer, kernels=kernels)
+
+    def forward(self, h_TK: Tensor, context: AttentionContext, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """[T, K] to [T, K]."""
+        h_TK = h_TK + self.self_attn(self.input_layernorm(h_TK), context, cos_sin)
+        return h_TK + self.mlp(self.post_attention_layernorm(h_TK))  # type: ignore[no-any-return]
+
+
+class Trunk(nn.Module):
+    """Embedding, layers and final norm, under the names a checkpoint has below `model.`."""
+
+    def __init__(self, spec: ModelSpec, *, flow: Flow, kernels: Kernels) -> None:
+        super().__init__()
+        rope = Rope(inverse_frequencies(spec.rope, spec.head_dim), kernels)
+        self.embed_tokens = Table(spec.vocab_size, spec.hidden_size, flow=flow, kernels=kernels)
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, rope, flow=flow, layer=i, kernels=kernels) for i in range(spec.num_layers)
+        )
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, flow=flow, kernels=kernels)
+        self.rope = rope
+
+
+class Decoder(nn.Module):
+    """A causal language model under one flow. Call `refresh` after every change of the master weights."""
+
+    def __init__(self, spec: ModelSpec, flow: Flow, kernels: Kernels) -> None:
+        super().__init__()
+        self.spec, self.flow, self.kernels = spec, flow, kernels
+        self.model = Trunk(spec, flow=flow, kernels=kernels)
+        if not spec.tie_embeddings:
+            self.lm_head = Table(spec.vocab_size, spec.hidden_size, flow=flow, kernels=kernels)
+        self.version = 0
+
+    @property
+    def head(self) -> Table:
+        """The output head; the embedding itself when tied."""
+        return self.model.embed_tokens if self.spec.tie_embeddings else self.lm_head
+
+    def hidden(self, ids_T: Tensor, context: AttentionContext) -> Tensor:
+        """Final normed hidden states [T, K] of token ids [T]."""
+        cos_sin = self.model.rope.at(context.positions_T)
+        h_TK = self.model.embed_tokens(ids_T)
+        for layer in self.model.layers:
+            h_TK = layer(h_TK, context, cos_sin)
+        return self.model.norm(h_TK)  # type: ignore[no-any-return]
+
+    def working(self) -> Iterator[tuple[str, Working]]:
+        """Every module with a working copy, by the name of its weight, in layer order."""
+        for name, module in self.named_modules():
+            if isinstance(module, Working):
+                yield f"{name}.weight", module
+
+    def refresh(self, version: int) -> list[Refreshed]:
+        """Remakes all working copies from the masters and stamps them with `version`."""
+        with torch.no_grad():
+            refreshed = [module.refresh(name) for name, module in self.working()]
+        self.version = version
+        return refreshed
+
+    def digest(self) -> str:
+        """SHA-256 over names, codes, scales, plain values and biases: equal working copies, equal digest."""
+        h = hashlib.sha256()
+        for name, module in self.working():
+            h.update(name.encode())
+            module.update_digest(h)
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                h.update(bias.detach().to(self.flow.activation).contiguous().view(torch.uint8).cpu().numpy().data)
+        return h.hexdigest()
+
+    def share_masters(self, other: Decoder) -> None:
+        """Makes this decoder's parameters the very tensors of `other` (an engine with a flow of its own)."""
+        theirs = dict(other.named_parameters())
+        for name, _ in list(self.named_parameters()):
+            parent, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(parent), leaf, theirs[name])

@@ -1,0 +1,153 @@
+"""The flow: for every tensor of the forward and backward pass its format, granularity and scale type.
+
+Trainer and engine are built from a `Flow` each. In a *unified* run they get the same object, and then equality bit for
+bit is the contract; in a split run (`fp8-rollout`) they get two, and the difference is measured. The algebra is
+operand x GEMM x granularity, after torchao's float8 recipes; granularities are those of DeepSeek-V3 and Jet-RL
+(arXiv 2601.14243): weights 128x128, activations and output gradients 1x128, both operands of the weight gradient
+regrouped along tokens.
+
+Next: `quantize.py`, the one quantizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from lockstep.numerics.formats import BF16, Operand, ScaleKind, column_groups, row_groups, square_blocks
+
+FlowName = Literal["bf16", "fp8", "fp8-rollout"]
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One matrix product of a linear layer: how each operand is stored. The result is rounded once."""
+
+    lhs: Operand
+    rhs: Operand
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.lhs.is_fp8
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Formats of one side of the run. Equal flows mean equal operations, hence equal bits.
+
+    `keep_bf16` holds decoder layer indices whose linears stay in BF16. `activation` is the type between operations;
+    anything but BF16 exists for oracles in tests.
+    """
+
+    name: str
+    fprop: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+    kv_fp8: bool = False
+    scale: ScaleKind = "fp32"
+    keep_bf16: frozenset[int] = frozenset()
+    activation: torch.dtype = torch.bfloat16
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether any linear layer runs in FP8."""
+        return self.fprop.is_fp8
+
+    def fp8_layer(self, layer: int) -> bool:
+        """Whether the linears of this decoder layer run in FP8."""
+        return self.is_fp8 and layer not in self.keep_bf16
+
+    def describe(self) -> dict[str, str]:
+        """Every choice by name, for manifests and logs."""
+        return {
+            "name": self.name,
+            **{g: f"{getattr(self, g).lhs} x {getattr(self, g).rhs}" for g in ("fprop", "dgrad", "wgrad")},
+            "kv": "e4m3 per layer and head" if self.kv_fp8 else "bf16",
+            "scale": self.scale,
+            "keep_bf16": ",".join(map(str, sorted(self.keep_bf16))),
+            "activation": str(self.activation).removeprefix("torch."),
+        }
+
+
+def bf16_flow(*, kv_fp8: bool = False, scale: ScaleKind = "fp32") -> Flow:
+    """Every GEMM in BF16 with FP32 accumulation."""
+    plain = Gemm(BF16, BF16)
+    return Flow("bf16", plain, plain, plain, kv_fp8=kv_fp8, scale=scale)
+
+
+def fp8_flow(
+    *, kv_fp8: bool = False, scale: ScaleKind = "fp32", keep_bf16: frozenset[int] = frozenset(), wgrad_fp8: bool = True
+) -> Flow:
+    """All three GEMMs of every decoder linear in block-scaled FP8; the weight gradient may stay in BF16."""
+    rows, columns, squares = row_groups(scale), column_groups(scale), square_blocks(scale)
+    wgrad = Gemm(columns, columns) if wgrad_fp8 else Gemm(BF16, BF16)
+    return Flow("fp8", Gemm(rows, squares), Gemm(rows, squares), wgrad, kv_fp8, scale, keep_bf16)
+
+
+@dataclass(frozen=True)
+class FlowSpec:
+    """Which precision each side of the run computes in."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: FlowName = "fp8"
+    """`fp8`: one flow for rollout and training, equal bit for bit. `bf16`: the same in BF16. `fp8-rollout`: BF16
+    trainer, FP8 engine (FP8-RL); the two disagree, and the mismatch is measured."""
+
+    kv: Literal["bf16", "fp8"] = "bf16"
+    """Precision of the KV cache; FP8 has one scale for each layer and KV head. In a unified flow the training forward
+    attends over the same quantized keys and values."""
+
+    scale: ScaleKind = "fp32"
+    """`pow2` rounds every scale up to a power of two (the format some engines demand); `fp32` keeps it exact."""
+
+    keep_first_bf16: int = 0
+    """Number of first decoder layers whose linears stay in BF16, on both sides."""
+
+    keep_last_bf16: int = 0
+    """Number of last decoder layers whose linears stay in BF16, on both sides."""
+
+    wgrad: Literal["fp8", "bf16"] = "fp8"
+    """Precision of the weight-gradient GEMM in the `fp8` flow."""
+
+    kv_headroom: float = 2.0
+    """Calibrated KV scales cover this multiple of the largest absolute value seen, so that later steps don't saturate."""
+
+    def __post_init__(self) -> None:
+        if self.keep_first_bf16 < 0 or self.keep_last_bf16 < 0:
+            raise ValueError("keep_first_bf16 and keep_last_bf16 count layers and can't be negative")
+        if not 1.0 <= self.kv_headroom <= 64.0:
+            raise ValueError("kv_headroom must lie in 1..64")
+
+
+@dataclass(frozen=True)
+class FlowPair:
+    """The flows of both sides."""
+
+    trainer: Flow
+    rollout: Flow
+    unified: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unified", self.trainer == self.rollout)
+
+
+def build_flows(spec: FlowSpec, num_layers: int) -> FlowPair:
+    """The two flows a spec names, for a model of `num_layers` decoder layers.
+
+    Raises ValueError when more layers are kept in BF16 than there are.
+    """
+    if spec.keep_first_bf16 + spec.keep_last_bf16 > num_layers:
+        kept = spec.keep_first_bf16 + spec.keep_last_bf16
+        raise ValueError(f"{kept} layers are to stay in BF16, the model has {num_layers}")
+    keep = frozenset(range(spec.keep_first_bf16)) | frozenset(range(num_layers - spec.keep_last_bf16, num_layers))
+    kv_fp8 = spec.kv == "fp8"
+    fp8 = fp8_flow(kv_fp8=kv_fp8, scale=spec.scale, keep_bf16=keep, wgrad_fp8=spec.wgrad == "fp8")
+    bf16 = bf16_flow(kv_fp8=kv_fp8, scale=spec.scale)
+    if spec.name == "fp8":
+        return FlowPair(fp8, fp8)
+    if spec.name == "bf16":
+        return FlowPair(bf16, bf16)
+    return FlowPair(bf16_flow(scale=spec.scale), fp8)

@@ -1,0 +1,67 @@
+"""A sample on its way: tokens so far, pages it holds, how much of it is in the cache. It remembers; others decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lockstep.rollout.types import Completion, FinishReason, Request, VersionSpan
+
+
+@dataclass(eq=False)
+class Group:
+    """The samples of one prompt. Once a leader has computed the prompt, `pages` holds it for those still to come, and
+    `hidden` [K] is its last hidden state, from which every sample draws its first token."""
+
+    request: Request
+    order: int
+    waiting: int
+    leader: Sequence | None = None
+    pages: list[int] | None = None
+    hidden: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample. `computed` tokens have their keys and values in `pages`."""
+
+    group: Group
+    sample_index: int
+    tokens: list[int]
+    logprobs: list[float] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    hidden: Tensor | None = None
+    finish_reason: FinishReason | None = None
+    preemptions: int = 0
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.group.request.prompt_ids)
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens drawn so far."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def fresh(self) -> bool:
+        """Nothing drawn yet: the prompt's pages are all it needs."""
+        return len(self.tokens) == self.prompt_length
+
+    def completion(self, version: int, scale_version: int) -> Completion:
+        """The finished sample."""
+        assert self.finish_reason is not None
+        request, output = self.group.request, tuple(self.output)
+        return Completion(
+            request.prompt_ids,
+            request.prompt_index,
+            self.sample_index,
+            output,
+            tuple(self.logprobs),
+            self.finish_reason,
+            (VersionSpan(version, 0, len(output)),),
+            scale_version,
+            request.params,
+        )

@@ -1,0 +1,344 @@
+"""The training loop, top to bottom: prompts, rollout, rewards, advantages, update, publication, evaluation, checkpoint.
+
+The old log-probabilities are the rollout's own. There is no pass that recomputes them: the first forward of an update
+yields the trainer's, and comparing the two costs nothing. In a unified flow they are equal bit for bit, or the run stops.
+
+Next: `update.py` for the gradient, `../rollout/engine.py` for the samples, `../models/decoder.py` for the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.algorithms import (
+    advantages,
+    drop_small_groups,
+    dynamic_sampling_mask,
+    overlong_penalty,
+    resolve,
+)
+from lockstep.data.example import batch_columns
+from lockstep.data.tokenize import EncodedPrompt
+from lockstep.errors import CheckpointError, DataError
+from lockstep.models.checkpoint import save
+from lockstep.nn.kv_scales import AmaxCollector, KVScales
+from lockstep.observe.logger import RunLogger
+from lockstep.observe.metrics import PhaseTimer, peak_memory
+from lockstep.observe.sinks import SampleRecord
+from lockstep.rewards.evaluate import Rewards
+from lockstep.rollout.types import Completion, Request
+from lockstep.sync.publish import Publisher
+from lockstep.sync.receipt import Receipt
+from lockstep.trainer.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
+from lockstep.trainer.evaluation import Evaluator
+from lockstep.trainer.microbatch import prompt_context
+from lockstep.trainer.optimizer import Optimizer
+from lockstep.trainer.sample import Sample, admit
+from lockstep.trainer.setup import Parts, sampling_params
+from lockstep.trainer.update import Updater
+from lockstep.trainer.warm_start import warm_start
+
+MAX_SAMPLING_ROUNDS = 4
+"""Dynamic sampling draws prompts at most this often to fill a step."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Where a run ended. digest: SHA-256 of the published weights."""
+
+    step: int
+    digest: str
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """One run. `run` is the whole story."""
+
+    def __init__(self, parts: Parts, rewards: Rewards, logger: RunLogger) -> None:
+        spec = parts.spec
+        self.parts, self.spec, self.rewards, self.logger = parts, spec, rewards, logger
+        self.recipe = resolve(spec.algorithm)
+        steps = spec.update.steps * spec.update.mini_batches * spec.update.epochs
+        self.optimizer = Optimizer(parts.decoder.named_parameters(), spec.optim, steps)
+        self.publisher = Publisher(parts.decoder, parts.engine)
+        self.updater = Updater(parts, self.recipe, self.optimizer)
+        self.evaluator = Evaluator(parts, rewards) if spec.eval.every else None
+        self.progress = Progress()
+        self.scales: KVScales | None = None
+        self.timer = PhaseTimer()
+        self.receipt: Receipt | None = None
+        self.run_dir = Path(spec.run_dir)
+
+    def run(self, resume: str = "auto") -> RunResult:
+        """Trains from the newest checkpoint (or the beginning) to the last step, and exports the model."""
+        metrics: dict[str, float] = {}
+        if not self.resume(resume):
+            self.begin()
+        while self.progress.step < self.spec.update.steps:
+            metrics = self.step()
+        if self.spec.checkpoint.export_hf:
+            self.export()
+        assert self.receipt is not None
+        return RunResult(self.progress.step, self.receipt.digest, metrics)
+
+    def begin(self) -> None:
+        """What comes before the first step: warm start, KV calibration, version 1, evaluation."""
+        warm_start(self.parts, self.logger)
+        self.publish(must_change=False)
+        self.updater.keep_reference(self.run_dir)
+        metrics = self.evaluate()
+        if metrics:
+            self.logger.step(0, metrics)
+        self.timer.result()
+        if self.spec.checkpoint.every:
+            self.save()
+
+    def step(self) -> dict[str, float]:
+        """One training step."""
+        with self.timer.phase("rollout"):
+            samples, metrics = self.sample()
+        with self.timer.phase("train"):
+            metrics |= self.updater.update(samples, self.scales)
+        with self.timer.phase("publish"):
+            metrics |= self.publish(must_change=metrics["optim/applied_steps"] > 0 and metrics["optim/lr"] > 0)
+        self.progress.step += 1
+        metrics |= self.evaluate()
+        self.log(metrics, samples)
+        if self.spec.checkpoint.every and self.progress.step % self.spec.checkpoint.every == 0:
+            self.save()
+        return metrics
+
+    def sample(self) -> tuple[list[Sample], dict[str, float]]:
+        """Rollouts with rewards and advantages: enough groups to learn from, or the step is refused."""
+        wanted = self.spec.rollout.prompts_per_step
+        kept: list[Sample] = []
+        metrics: dict[str, float] = {}
+        rounds = groups = 0
+        while groups < wanted and rounds < (MAX_SAMPLING_ROUNDS if self.recipe.dynamic_sampling else 1):
+            drawn, metrics_round = self.rollout_and_score(wanted)
+            metrics = metrics_round if not metrics else metrics
+            rewards = torch.tensor([s.reward for s in drawn])
+            group = torch.tensor([s.group for s in drawn], dtype=torch.long)
+            keep = torch.ones(len(drawn), dtype=torch.bool)
+            if self.recipe.dynamic_sampling and drawn:
+                keep &= dynamic_sampling_mask(rewards, group)
+            if drawn:
+                keep &= drop_small_groups(group, keep)
+            kept += [s for s, k in zip(drawn, keep.tolist(), strict=True) if k]
+            groups = len({s.group for s in kept})
+            rounds += 1
+        kept = [s for s in kept if s.group in sorted({s.group for s in kept})[:wanted]]
+        if self.recipe.dynamic_sampling:
+            metrics["data/sampling_rounds"] = float(rounds)
+        metrics["data/kept_groups"] = float(min(groups, wanted))
+        self.set_advantages(kept)
+        return kept, metrics
+
+    def rollout_and_score(self, count: int) -> tuple[list[Sample], dict[str, float]]:
+        """Samples of the next `count` prompts that keep the sample contract and got a reward."""
+        start = self.progress.ordinal
+        prompts = self.parts.stream.take(start, count)
+        self.progress.ordinal += count
+        completions = self.generate(start, prompts)
+        completions, metrics = admit(completions, self.progress.version, self.progress.scale_version)
+        samples = [
+            Sample(c, prompts[c.prompt_index - start].example, c.prompt_index, self.text(c)) for c in completions
+        ]
+        metrics |= score(self.rewards, samples)
+        scored = [s for s in samples if s.reward is not None]
+        metrics |= completion_metrics(completions, self.spec.rollout.samples_per_prompt)
+        metrics |= reward_metrics(scored)
+        metrics["data/epoch"] = self.progress.ordinal / self.parts.stream.epoch_size
+        self.progress.tokens += sum(len(c.prompt_ids) + len(c.token_ids) for c in completions)
+        return scored, metrics
+
+    def generate(self, start: int, prompts: list[EncodedPrompt]) -> list[Completion]:
+        """Rollouts of prompts with ordinals from `start` on."""
+        params = sampling_params(self.parts)
+        samples = self.spec.rollout.samples_per_prompt
+        requests = [Request(p.ids, start + i, samples, params) for i, p in enumerate(prompts)]
+        return self.parts.engine.generate(
+            requests, seed=self.spec.seed, step=self.progress.step, expected_version=self.progress.version
+        )
+
+    def set_advantages(self, samples: list[Sample]) -> None:
+        """Advantages of the samples that will be trained on; whatever was rejected is already gone (CASES 41)."""
+        if not samples:
+            return
+        rewards = torch.tensor([s.reward for s in samples])
+        if self.recipe.overlong_buffer:
+            lengths = torch.tensor([len(s.completion.token_ids) for s in samples])
+            limit = self.spec.rollout.max_new_tokens
+            rewards = rewards + overlong_penalty(
+                lengths, limit, self.recipe.overlong_buffer, self.recipe.overlong_penalty
+            )
+        group = torch.tensor([s.group for s in samples])
+        values = advantages(rewards, group, self.recipe.advantage, eps=self.recipe.advantage_eps)
+        for sample, value in zip(samples, values.tolist(), strict=True):
+            sample.advantage = value
+
+    def publish(self, *, must_change: bool) -> dict[str, float]:
+        """Makes the next weight version current on both sides; calibrates KV scales before the first rollout."""
+        self.progress.version += 1
+        scales = None
+        if self.parts.flows.rollout.kv_fp8 and self.scales is None:
+            scales = self.calibrate()
+        self.receipt = self.publisher.publish(self.progress.version, scales=scales, must_change=must_change)
+        self.logger.receipt(self.progress.step + 1, self.receipt.to_dict())
+        return {
+            "sync/version": float(self.receipt.version),
+            "sync/bytes": float(self.receipt.bytes),
+            "sync/tensors": float(self.receipt.tensors),
+            "sync/changed_codes_pct": self.receipt.changed_pct,
+            "sync/max_rel_err": self.receipt.max_rel_err,
+        }
+
+    def calibrate(self) -> KVScales:
+        """KV scales from the first step's real prompts, with headroom."""
+        decoder, flow = self.parts.decoder, self.spec.flow
+        decoder.refresh(self.progress.version)
+        prompts = self.parts.stream.take(self.progress.ordinal, self.spec.rollout.prompts_per_step)
+        collector = AmaxCollector(self.parts.model_spec.num_layers, self.parts.model_spec.num_kv_heads)
+        with torch.no_grad():
+            for prompt in prompts:
+                ids, context = prompt_context([prompt.ids], self.parts.group, decoder.kernels, collector)
+                decoder.hidden(ids, context)
+        self.progress.scale_version += 1
+        self.scales = collector.scales(
+            headroom=flow.kv_headroom, kind=flow.scale, version=self.progress.scale_version
+        )
+        return self.scales
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out metrics, on the steps that have an evaluation."""
+        every, step = self.spec.eval.every, self.progress.step
+        if self.evaluator is None or (step % every and step != self.spec.update.steps):
+            return {}
+        with self.timer.phase("eval"):
+            return self.evaluator.run(step, self.progress.version)
+
+    def text(self, completion: Completion) -> str:
+        """A completion as people and reward functions read it."""
+        return str(self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+
+    def log(self, metrics: dict[str, float], samples: list[Sample]) -> None:
+        """Everything about the finished step goes to the sinks at once."""
+        metrics["num_tokens"] = float(self.progress.tokens)
+        metrics |= self.timer.result() | peak_memory()
+        self.logger.step(self.progress.step, metrics, [self.record(s) for s in samples])
+
+    def record(self, sample: Sample) -> SampleRecord:
+        """A sample for samples.jsonl."""
+        completion = sample.completion
+        answer = sample.example.columns.get("answer")
+        return SampleRecord(
+            prompt=str(self.parts.tokenizer.decode(completion.prompt_ids)),
+            completion=sample.text,
+            answer=None if answer is None else str(answer),
+            reward=sample.reward,
+            parts=sample.parts,
+            finish_reason=completion.finish_reason,
+            tokens=len(completion.token_ids),
+            mean_logp=sum(completion.logprobs) / len(completion.logprobs),
+            max_abs_dlogp=sample.max_abs_dlogp,
+            weight_version=completion.spans[0].version,
+        )
+
+    def resume(self, wish: str) -> bool:
+        """Restores a checkpoint and publishes its version first (prime-rl 3016); False when there is none to go on from.
+
+        wish: `auto` (the newest of this run), `never`, or a checkpoint's path.
+        """
+        if wish == "never":
+            return False
+        found = list_checkpoints(self.run_dir / "checkpoints") if wish == "auto" else [Path(wish)]
+        if not found:
+            return False
+        self.progress, self.scales = load_checkpoint(
+            found[-1], self.parts.decoder, self.optimizer, self.config()
+        )
+        if self.progress.step > self.spec.update.steps:
+            raise CheckpointError(
+                f"the checkpoint has {self.progress.step} steps, the run only {self.spec.update.steps}",
+                where=str(found[-1]),
+                fix="raise update.steps, or use --resume never",
+            )
+        self.logger.resume(self.progress.step)
+        self.receipt = self.publisher.publish(self.progress.version, scales=self.scales)
+        self.updater.keep_reference(self.run_dir)
+        self.logger.note(f"resumed from {found[-1].name}, weights {self.receipt.digest[:12]}")
+        self.timer.result()
+        return True
+
+    def save(self) -> None:
+        """A full checkpoint of the finished step."""
+        save_checkpoint(
+            self.run_dir / "checkpoints",
+            self.progress,
+            self.parts.decoder,
+            self.optimizer,
+            self.scales,
+            self.config(),
+            self.spec.checkpoint.keep,
+        )
+
+    def config(self) -> dict[str, Any]:
+        """The run's specification as plain data."""
+        return asdict(self.spec)
+
+    def export(self) -> None:
+        """The trained weights as a Hugging Face checkpoint: the BF16 rounding that every working copy comes from."""
+        tensors = ((n, p.detach().bfloat16()) for n, p in self.parts.decoder.named_parameters())
+        save(self.run_dir / "model", self.parts.model_spec, tensors, tokenizer=self.parts.tokenizer, overwrite=True)
+
+
+def score(rewards: Rewards, samples: list[Sample]) -> dict[str, float]:
+    """Fills in rewards and their parts."""
+    if not samples:
+        raise DataError("no completion of this step kept the sample contract", fix="see data/dropped_* in metrics.jsonl")
+    batch = rewards.score(
+        [s.example.prompt for s in samples],
+        [[{"role": "assistant", "content": s.text}] if isinstance(s.example.prompt, list) else s.text for s in samples],
+        [s.completion.token_ids for s in samples],
+        batch_columns(s.example for s in samples),
+    )
+    for i, sample in enumerate(samples):
+        sample.reward = batch.total[i]
+        sample.parts = {name: part[i] for name, part in batch.parts.items()}
+    return dict(batch.metrics)
+
+
+def completion_metrics(completions: list[Completion], samples_per_prompt: int) -> dict[str, float]:
+    """Lengths under TRL's names."""
+    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float64)
+    clipped = torch.tensor([c.finish_reason == "length" for c in completions])
+    metrics = {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(clipped.double().mean()),
+    }
+    if not bool(clipped.all()):
+        metrics["completions/mean_terminated_length"] = float(lengths[~clipped].mean())
+    return metrics
+
+
+def reward_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Mean reward, its spread within groups, and the share of groups that teach nothing."""
+    groups: dict[int, list[float]] = {}
+    for sample in samples:
+        assert sample.reward is not None
+        groups.setdefault(sample.group, []).append(sample.reward)
+    if not groups:
+        return {}
+    spreads = [float(torch.tensor(r, dtype=torch.float64).std()) for r in groups.values() if len(r) > 1]
+    values = [r for rewards in groups.values() for r in rewards]
+    return {
+        "reward": sum(values) / len(values),
+        "reward_std": sum(spreads) / max(len(spreads), 1),
+        "frac_reward_zero_std": sum(s == 0 for s in spreads) / max(len(spreads), 1),
+    }

@@ -1,0 +1,91 @@
+"""AdamW on FP32 masters: warm-up and schedule, gradient clipping, and a step that is skipped when a gradient isn't finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lockstep.trainer.spec import OptimSpec
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """grad_norm before clipping; applied is False when the step was skipped."""
+
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+class Optimizer:
+    """AdamW with a learning rate that is a pure function of the optimizer step."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec, total_steps: int) -> None:
+        parameters = [(n, p) for n, p in named if p.requires_grad]
+        matrices = [p for _, p in parameters if p.dim() > 1]
+        others = [p for _, p in parameters if p.dim() <= 1]
+        self.spec, self.total_steps = spec, max(total_steps, 1)
+        self.names = [n for n, p in parameters if p.dim() > 1] + [n for n, p in parameters if p.dim() <= 1]
+        self.parameters = matrices + others
+        self.adam = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": spec.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            lr=spec.lr,
+            betas=spec.betas,
+            eps=spec.eps,
+        )
+        self.steps = 0
+        self.skipped = 0
+
+    def learning_rate(self) -> float:
+        """Of the next step: linear warm-up, then the schedule over the remaining optimizer steps."""
+        spec = self.spec
+        if self.steps < spec.warmup_steps:
+            return spec.lr * (self.steps + 1) / spec.warmup_steps
+        if spec.schedule == "constant":
+            return spec.lr
+        span = max(self.total_steps - spec.warmup_steps, 1)
+        done = min((self.steps - spec.warmup_steps) / span, 1.0)
+        shape = 1.0 - done if spec.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return spec.lr * (spec.min_lr_ratio + (1.0 - spec.min_lr_ratio) * shape)
+
+    def step(self) -> StepResult:
+        """Clips, steps and clears gradients; skips (and counts) when their norm is not finite."""
+        lr = self.learning_rate()
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        applied = bool(torch.isfinite(norm))
+        if applied:
+            if self.spec.max_grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.spec.max_grad_norm, norm)
+            for group in self.adam.param_groups:
+                group["lr"] = lr
+            self.adam.step()
+            self.steps += 1
+        else:
+            self.skipped += 1
+        self.adam.zero_grad(set_to_none=True)
+        return StepResult(float(norm), lr, applied)
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Moments by parameter name, for a checkpoint."""
+        tensors = {}
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            for key, value in self.adam.state.get(parameter, {}).items():
+                tensors[f"{name}|{key}"] = torch.as_tensor(value)
+        return tensors
+
+    def load_state_tensors(self, tensors: dict[str, torch.Tensor], *, steps: int, skipped: int) -> None:
+        """Restores what `state_tensors` gave."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            keys = ("step", "exp_avg", "exp_avg_sq")
+            found = {k: tensors[f"{name}|{k}"] for k in keys if f"{name}|{k}" in tensors}
+            if found:
+                self.adam.state[parameter] = found
+        self.steps, self.skipped = steps, skipped

