@@ -36,8 +36,7 @@ def audit(
     from lockstep.trainer.audit import run_audit
 
     names = tuple(name.strip() for name in flows.split(",") if name.strip())
-    result = run_audit(spec, names, plant)
-    for line in result.lines():
-        typer.echo(line)
+    result = run_audit(spec, names, plant, say=typer.echo)
+    typer.echo(result.lines()[-1])
     if not result.passed:
         raise typer.Exit(3)

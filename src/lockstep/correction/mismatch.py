@@ -6,6 +6,7 @@ d = trainer's log p - rollout's log p, by token. k1 = mean(-d) and k3 = mean(exp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,9 @@ class Mismatch:
         d = trainer_N.detach().double() - rollout_N.double()
         self.tokens += d.numel()
         self.exact += int((trainer_N.detach() == rollout_N).sum())
-        self.max_abs = max(self.max_abs, float(d.abs().max())) if d.numel() else self.max_abs
+        if d.numel():
+            largest = float(d.abs().max())
+            self.max_abs = float("nan") if math.isnan(largest + self.max_abs) else max(self.max_abs, largest)
         self.sum_abs += float(d.abs().sum())
         self.sum_k1 += float(-d.sum())
         self.sum_k3 += float((d.expm1() - d).sum())

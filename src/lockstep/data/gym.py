@@ -57,12 +57,12 @@ def generate(task: str, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
         fix = "pip install 'lockstep-rl[gym]'"
         yield {"error": "source reasoning_gym needs reasoning_gym", "why": "it is not installed", "fix": fix}
         return
-    if task not in DATASETS or task == "composite":
-        yield {
-            "error": "there is no such task",
-            "why": "",
-            "fix": nearest(task, sorted(DATASETS)) or "see reasoning-gym",
-        }
+    if task == "composite":
+        yield {"error": "is not supported", "why": "it mixes other tasks", "fix": "name one of those"}
+        return
+    if task not in DATASETS:
+        fix = nearest(task, sorted(DATASETS)) or "see reasoning-gym's list"
+        yield {"error": "there is no such task", "why": "", "fix": fix}
         return
     try:
         dataset = reasoning_gym.create_dataset(task, **config)

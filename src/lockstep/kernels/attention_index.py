@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 KEY_STEP = 64
-LONG, SHORT = 64, 16
-"""Rows of a tile: (queries of a run) x (query heads of one key/value head)."""
+LONG = 64
+SHORT = (8, 16)
+"""Rows of a tile: (queries of a run) x (query heads of one key/value head). Short tiles have the smaller size that holds a
+query's heads."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class TileGroup:
 
     query_BQ: query rows (padding: 0). position_BQ: their positions (padding: -1). slots_BL: key slots, padded with the
     tile's first slot to a multiple of 64. active: for each key step the number of leading tiles that still have keys.
+    slots, hidden: for each key step the flat slots, and the mask [tiles, 1, rows, 64] of keys a row must not see.
     """
 
     rows: int
@@ -44,6 +47,8 @@ class TileGroup:
     position_BQ: Tensor
     slots_BL: Tensor
     active: tuple[int, ...]
+    slots: tuple[Tensor, ...]
+    hidden: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -57,27 +62,28 @@ class AttentionIndex:
 
 def build_index(runs: Sequence[Run], group: int, device: torch.device | None = None) -> AttentionIndex:
     """Tiles for `runs`; `group` is the number of query heads for each key/value head."""
-    if group > SHORT:
-        raise ValueError(f"{group} query heads for a key/value head; at most {SHORT} are supported")
-    long_q, short_q = LONG // group, SHORT // group
-    pieces: dict[int, list[tuple[Run, int, int]]] = {LONG: [], SHORT: []}
+    short = next((s for s in SHORT if s >= group), None)
+    if short is None:
+        raise ValueError(f"{group} query heads for a key/value head; at most {SHORT[-1]} are supported")
+    long_q, short_q = LONG // group, short // group
+    pieces: dict[int, list[tuple[Run, int, int]]] = {LONG: [], short: []}
     for run in runs:
         done = 0
         while done < run.count:
             left = run.count - done
-            rows, size = (LONG, long_q) if left > 2 * short_q else (SHORT, short_q)
+            rows, size = (LONG, long_q) if left > 4 * short_q else (short, short_q)
             pieces[rows].append((run, done, min(left, size)))
             done += min(left, size)
     tiles = tuple(
-        _tile_group(rows, size, pieces[rows], device)
-        for rows, size in ((LONG, long_q), (SHORT, short_q))
+        _tile_group(rows, size, group, pieces[rows], device)
+        for rows, size in ((LONG, long_q), (short, short_q))
         if pieces[rows]
     )
     return AttentionIndex(group, tiles, sum(r.count for r in runs))
 
 
 def _tile_group(
-    rows: int, size: int, pieces: list[tuple[Run, int, int]], device: torch.device | None
+    rows: int, size: int, group: int, pieces: list[tuple[Run, int, int]], device: torch.device | None
 ) -> TileGroup:
     steps = [(run.position + done + n + KEY_STEP - 1) // KEY_STEP for run, done, n in pieces]
     order = sorted(range(len(pieces)), key=lambda i: -steps[i])
@@ -95,4 +101,19 @@ def _tile_group(
         slots[b, : len(known)] = known
         slots[b, len(known) :] = known[0]
     active = tuple(sum(s > j for s in steps) for j in range(steps[0]))
-    return TileGroup(rows, query.to(device), at.to(device), slots.to(device), active)
+    row_position = torch.full((len(order), rows), -1)
+    row_position[:, : size * group] = at.repeat_interleave(group, 1)
+    key = torch.arange(steps[0] * KEY_STEP)
+    spans = [slice(j * KEY_STEP, (j + 1) * KEY_STEP) for j in range(steps[0])]
+    return TileGroup(
+        rows,
+        query.to(device),
+        at.to(device),
+        slots.to(device),
+        active,
+        tuple(slots[:n, span].reshape(-1).to(device) for n, span in zip(active, spans, strict=True)),
+        tuple(
+            (key[span] > row_position[:n, :, None])[:, None].to(device)
+            for n, span in zip(active, spans, strict=True)
+        ),
+    )

@@ -12,6 +12,7 @@ Shapes: T rows (tokens), K inputs, N outputs, H heads, D head size, V vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,8 @@ from lockstep.numerics.quantize import Quantized, quantize, to_codes, widen
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight as the kernels want it. Exactly one of `codes` and `plain` is its value; `dense` is FP32 code times scale.
+    """A weight as the kernels want it. One of `codes` and `plain` is its value; `dense` is FP32 code times scale. A stack of
+    several weights (`fuse`) has `dense` only.
 
     codes: quantized [N, K]. plain: BF16 (or the activation type) [N, K]. dense: [N, K] FP32, None in `exact`.
     """
@@ -57,6 +59,12 @@ class ReferenceKernels:
         if isinstance(weight, Quantized):
             return PackedWeight(weight, None, None if self.exact else weight.dequantize())
         return PackedWeight(None, weight, weight.to(self.sum_type))
+
+    def fuse(self, parts: Sequence[PackedWeight]) -> PackedWeight | None:
+        """One weight for several that share an input, stacked along N; None where this backend multiplies them singly."""
+        if self.exact:
+            return None
+        return PackedWeight(None, None, torch.cat([p.dense for p in parts if p.dense is not None]))
 
     def quantize_rows(self, x_TK: Tensor, operand: Operand) -> Quantized:
         """1x128 codes of activations or output gradients."""
@@ -156,15 +164,15 @@ class ReferenceKernels:
         logits = self.linear(self.dense_input(h_TK), head)
         return logits.div_(temperature_T[:, None])
 
-    def log_normalizer(self, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
-        """(log sum exp [T], entropy [T]) FP32 of FP32 logits."""
+    def log_normalizer(self, logits_TV: Tensor) -> Tensor:
+        """log sum exp [T] FP32 of FP32 logits."""
         peak = logits_TV.amax(-1)
-        shifted = logits_TV - peak[:, None]
-        weights = shifted.exp()
-        total = tree_sum(weights)
-        mean_shift = tree_sum(weights.mul_(shifted)) / total
-        log_total = total.log()
-        return peak + log_total, log_total - mean_shift
+        return peak + tree_sum((logits_TV - peak[:, None]).exp_()).log()
+
+    def entropy(self, logits_TV: Tensor, log_normalizer_T: Tensor) -> Tensor:
+        """Entropy [T] FP32, in nats; overwrites the logits."""
+        log_p = logits_TV.sub_(log_normalizer_T[:, None])
+        return -tree_sum(log_p.exp().mul_(log_p))
 
 
 def block_matmul(x_TK: Quantized, w_NK: Quantized) -> Tensor:
@@ -192,5 +200,3 @@ def saturated(x_SGD: Tensor, scale_G: Tensor) -> Tensor:
 def _value(weight: PackedWeight) -> Tensor:
     assert weight.codes is not None
     return weight.codes.dequantize()
-
-

@@ -52,7 +52,7 @@ def attention_forward(
     factor_G = _score_factor(q_THD, k_SGD, k_scale_G)
     for tile in index.tiles:
         q = _gather_queries(q_THD, tile, index.group, dtype)
-        o, m, denominator = _tile_forward(q, k_SGD, v_SGD, tile, index.group, factor_G)
+        o, m, denominator = _tile_forward(q, k_SGD, v_SGD, tile, factor_G)
         o = o / denominator.clamp(min=1e-30)[..., None]
         if v_scale_G is not None:
             o = o * v_scale_G[None, :, None, None]
@@ -79,13 +79,26 @@ def attention_backward(
     delta_TH = (grad_THD.float() * out_THD.float()).sum(-1)
     for tile in index.tiles:
         _tile_backward(
-            tile, index.group, grad_THD, q_THD, k_SGD, v_SGD, lse_TH, delta_TH, k_scale_G, v_scale_G, dtype, dq, dk, dv
+            tile,
+            index.group,
+            grad_THD,
+            q_THD,
+            k_SGD,
+            v_SGD,
+            lse_TH,
+            delta_TH,
+            k_scale_G,
+            v_scale_G,
+            dtype,
+            dq,
+            dk,
+            dv,
         )
     return dq, dk, dv
 
 
 def _tile_forward(
-    q_BGMD: Tensor, k_SGD: Tensor, v_SGD: Tensor, tile: TileGroup, group: int, factor_G: Tensor
+    q_BGMD: Tensor, k_SGD: Tensor, v_SGD: Tensor, tile: TileGroup, factor_G: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unnormalised output [B, G, M, D], maximum and denominator [B, G, M], FP32."""
     batch, heads, rows, dim = q_BGMD.shape
@@ -95,7 +108,7 @@ def _tile_forward(
     for step, count in enumerate(tile.active):
         k = _gather_keys(k_SGD, tile, step, count, q_BGMD.dtype)
         v = _gather_keys(v_SGD, tile, step, count, q_BGMD.dtype)
-        s = _scores(q_BGMD[:count], k, tile, step, count, group, factor_G)
+        s = _scores(q_BGMD[:count], k, tile.hidden[step], factor_G)
         m_new = torch.maximum(m[:count], s.amax(-1))
         p = s.sub_(m_new[..., None]).mul_(LN2).exp_().bfloat16().float()
         a = ((m[:count] - m_new) * LN2).exp_()
@@ -135,9 +148,9 @@ def _tile_backward(
         k = _gather_keys(k_SGD, tile, step, count, dtype) * k_factor
         v = _gather_keys(v_SGD, tile, step, count, dtype) * v_factor
         codes = _gather_keys(k_SGD, tile, step, count, dtype)
-        s = _scores(q[:count], codes, tile, step, count, group, factor_G)
+        s = _scores(q[:count], codes, tile.hidden[step], factor_G)
         p = s.sub_(lse[:count]).mul_(LN2).exp_().to(dtype)
-        slots = tile.slots_BL[:count, step * KEY_STEP : (step + 1) * KEY_STEP].reshape(-1)
+        slots = tile.slots[step]
         dv.index_add_(0, slots, _to_store(p.mT @ do[:count]))
         ds = p * (do[:count] @ v.mT - delta[:count]) * softmax_scale
         dq_tile[:count] += ds @ k
@@ -146,21 +159,16 @@ def _tile_backward(
 
 
 def _score_factor(q_THD: Tensor, k_SGD: Tensor, k_scale_G: Tensor | None) -> Tensor:
-    base = torch.full((k_SGD.shape[1],), q_THD.shape[-1] ** -0.5 * LOG2E, dtype=torch.float32, device=q_THD.device)
+    base = torch.full(
+        (k_SGD.shape[1],), q_THD.shape[-1] ** -0.5 * LOG2E, dtype=torch.float32, device=q_THD.device
+    )
     return base if k_scale_G is None else base * k_scale_G
 
 
-def _scores(
-    q_BGMD: Tensor, k_BGKD: Tensor, tile: TileGroup, step: int, count: int, group: int, factor_G: Tensor
-) -> Tensor:
-    """Masked base-2 scores [count, G, M, 64] FP32."""
-    heads, rows = q_BGMD.shape[1], q_BGMD.shape[2]
-    s = row_bmm(q_BGMD.flatten(0, 1), k_BGKD.flatten(0, 1).mT).view(count, heads, rows, KEY_STEP).float()
-    s.mul_(factor_G[None, :, None, None])
-    key = torch.arange(step * KEY_STEP, (step + 1) * KEY_STEP, device=s.device)
-    hidden = key > tile.position_BQ[:count, :, None]
-    hidden = _pad_rows(hidden.repeat_interleave(group, 1), rows, True)
-    return s.masked_fill_(hidden[:, None], -torch.inf)
+def _scores(q_BGMD: Tensor, k_BGKD: Tensor, hidden: Tensor, factor_G: Tensor) -> Tensor:
+    """Masked base-2 scores [B, G, M, 64] FP32."""
+    s = row_bmm(q_BGMD.flatten(0, 1), k_BGKD.flatten(0, 1).mT).view(*q_BGMD.shape[:3], KEY_STEP).float()
+    return s.mul_(factor_G[None, :, None, None]).masked_fill_(hidden, -torch.inf)
 
 
 def _gather_queries(x_THD: Tensor, tile: TileGroup, group: int, dtype: torch.dtype) -> Tensor:
@@ -185,21 +193,14 @@ def _scatter(out_THD: Tensor, tile_BGMD: Tensor, tile: TileGroup, group: int) ->
 
 def _gather_keys(store_SGD: Tensor, tile: TileGroup, step: int, count: int, dtype: torch.dtype) -> Tensor:
     """[count, KV heads, 64, D] of the given key step, widened."""
-    slots = tile.slots_BL[:count, step * KEY_STEP : (step + 1) * KEY_STEP].reshape(-1)
     if store_SGD.dtype == E4M3:
-        x = widen(store_SGD.view(torch.uint8)[slots].view(E4M3))
+        rows = widen(store_SGD.view(torch.uint8)[tile.slots[step]].view(E4M3))
     else:
-        x = store_SGD[slots]
-    x = x.view(count, KEY_STEP, *store_SGD.shape[1:]).transpose(1, 2)
-    return x.to(dtype).contiguous()
+        rows = store_SGD[tile.slots[step]]
+    heads, dim = store_SGD.shape[1:]
+    out = torch.empty(count, heads, KEY_STEP, dim, dtype=dtype, device=store_SGD.device)
+    return out.copy_(rows.view(count, KEY_STEP, heads, dim).transpose(1, 2))
 
 
 def _to_store(x_BGKD: Tensor) -> Tensor:
     return x_BGKD.transpose(1, 2).flatten(0, 1).float()
-
-
-def _pad_rows(x: Tensor, rows: int, value: bool) -> Tensor:
-    if x.shape[1] == rows:
-        return x
-    pad = x.new_full((x.shape[0], rows - x.shape[1], *x.shape[2:]), value)
-    return torch.cat([x, pad], 1)

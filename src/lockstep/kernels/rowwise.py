@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 BASE = 64
-LADDER = (16, 32, 128, 256, 512)
+LADDER = (16, 32, 48, 96, 128, 192, 256, 384, 512)
 LARGE = 8_000_000
-LARGE_LADDER = (16, 256)
+LARGE_LADDER = (16, 32, 256)
 """Fewer rungs for matrices of more elements (output heads), where a proof takes a second."""
 
 _proven: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -99,7 +99,7 @@ def batch_proven(rows: int, b_BKN: Tensor) -> bool:
 
 
 def row_bmm(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
-    """Batched a b, [B, M, N], each row independent of the others and of the batch. M must be 16 or 64."""
+    """Batched a b, [B, M, N], each row independent of the others and of the batch. M divides 64."""
     batch, rows, _ = a_BMK.shape
     if batch_proven(rows, b_BKN):
         return torch.bmm(a_BMK, b_BKN)

@@ -48,7 +48,9 @@ class DecoderLayer(nn.Module):
             layer=layer,
             kernels=kernels,
         )
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, flow=flow, kernels=kernels)
+        self.post_attention_layernorm = RMSNorm(
+            spec.hidden_size, spec.rms_norm_eps, flow=flow, kernels=kernels
+        )
         self.mlp = MLP(spec.hidden_size, spec.intermediate_size, flow=flow, layer=layer, kernels=kernels)
 
     def forward(self, h_TK: Tensor, context: AttentionContext, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
@@ -116,7 +118,9 @@ class Decoder(nn.Module):
             module.update_digest(h)
             bias = getattr(module, "bias", None)
             if bias is not None:
-                h.update(bias.detach().to(self.flow.activation).contiguous().view(torch.uint8).cpu().numpy().data)
+                h.update(
+                    bias.detach().to(self.flow.activation).contiguous().view(torch.uint8).cpu().numpy().data
+                )
         return h.hexdigest()
 
     def share_masters(self, other: Decoder) -> None:

@@ -99,7 +99,7 @@ def _gguf_package() -> Any:
         return importlib.import_module("gguf")
     except ImportError as error:
         raise UserError(
-            "reading GGUF files needs the package gguf", fix="pip install 'lockstep[gguf]'"
+            "reading GGUF files needs the package gguf", fix="pip install 'lockstep-rl[gguf]'"
         ) from error
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lockstep.kernels.table import Kernels
 from lockstep.nn.context import AttentionContext
-from lockstep.nn.linear import Linear, project
+from lockstep.nn.linear import Linear, Projection
 from lockstep.nn.norm import RMSNorm
 from lockstep.nn.rope import Rope
 from lockstep.numerics.flow import Flow
@@ -40,6 +40,7 @@ class Attention(nn.Module):
         self.k_proj = linear(hidden, kv_heads * head_dim, qkv_bias)
         self.v_proj = linear(hidden, kv_heads * head_dim, qkv_bias)
         self.o_proj = linear(heads * head_dim, hidden, out_bias)
+        self.qkv = Projection(self.q_proj, self.k_proj, self.v_proj)
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(head_dim, qk_norm_eps, flow=flow, kernels=kernels)
@@ -48,7 +49,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TK: Tensor, context: AttentionContext, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """[T, K] to [T, K]."""
-        q, k, v = project(x_TK, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = self.qkv(x_TK)
         q_THD = q.view(-1, self.heads, self.head_dim)
         k_TGD, v_TGD = (x.view(-1, self.kv_heads, self.head_dim) for x in (k, v))
         if self.q_norm is not None and self.k_norm is not None:

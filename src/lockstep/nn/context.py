@@ -106,9 +106,9 @@ class _PackedAttention(torch.autograd.Function):
             keys, values = kernels.quantize_kv(k_TGD, k_scale_G), kernels.quantize_kv(v_TGD, v_scale_G)
         out, lse = kernels.attention(q_THD, keys, values, index, k_scale_G, v_scale_G)
         ctx.index, ctx.kernels = index, kernels
-        clipped = (None, None)
+        clipped: list[Tensor | None] = [None, None]
         if k_scale_G is not None and v_scale_G is not None:
-            clipped = (saturated(k_TGD, k_scale_G), saturated(v_TGD, v_scale_G))
+            clipped = [saturated(k_TGD, k_scale_G), saturated(v_TGD, v_scale_G)]
         ctx.save_for_backward(q_THD, keys, values, out, lse, k_scale_G, v_scale_G, *clipped)
         return out
 

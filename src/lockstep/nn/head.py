@@ -75,10 +75,10 @@ class _LogProbs(torch.autograd.Function):
         for start in range(0, len(h_TK), CHUNK):
             rows = slice(start, start + CHUNK)
             logits = kernels.logits(h_TK[rows], table.working, temperature_T[rows])
-            normalizer, entropy = kernels.log_normalizer(logits)
+            normalizer = kernels.log_normalizer(logits)
             log_probs.append(target_log_prob(logits, normalizer, targets_T[rows]))
             normalizers.append(normalizer)
-            entropies.append(entropy)
+            entropies.append(kernels.entropy(logits, normalizer))
         ctx.table = table
         entropy_T, normalizer_T = torch.cat(entropies), torch.cat(normalizers)
         ctx.save_for_backward(h_TK, targets_T, temperature_T, normalizer_T, entropy_T)

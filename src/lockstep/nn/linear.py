@@ -17,11 +17,13 @@ Next: `../kernels/reference.py` for the products, `working.py` for the codes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.kernels.reference import PackedWeight
 from lockstep.kernels.table import Kernels
 from lockstep.nn.working import Working
 from lockstep.numerics.flow import Flow
@@ -32,63 +34,123 @@ from lockstep.numerics.quantize import Quantized, quantize
 class Linear(Working):
     """A linear layer with FP32 master weight [N, K] (and bias [N]), quantized as the flow says for its decoder layer."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, flow: Flow, layer: int, kernels: Kernels) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, *, bias: bool, flow: Flow, layer: int, kernels: Kernels
+    ) -> None:
         self.fp8 = flow.fp8_layer(layer)
         super().__init__(kernels, flow.fprop.rhs if self.fp8 else BF16, flow.activation)
         self.flow = flow
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
+        self.alone = Projection(self)
+
     def forward(self, x_TK: Tensor) -> Tensor:
         """[T, K] to [T, N]."""
-        return project(x_TK, self)[0]
+        return self.alone(x_TK)[0]
 
 
-def project(x_TK: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
-    """The outputs of several linears for one input; all must have the same flow."""
-    assert len({linear.fp8 for linear in linears}) == 1, "linears that share an input share its format"
-    parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
-    return _Project.apply(x_TK, linears, *parameters)  # type: ignore[no-any-return]
+class Projection:
+    """Linears that share an input, applied together. It owns no parameters; it stacks working copies where a backend can
+    multiply them at once."""
+
+    def __init__(self, *linears: Linear) -> None:
+        assert len({linear.fp8 for linear in linears}) == 1, "linears that share an input share its format"
+        self.linears = linears
+        self.sizes = [linear.weight.shape[0] for linear in linears]
+        self._stacked: PackedWeight | None = None
+        self._seen: tuple[PackedWeight | None, ...] = ()
+
+    def __call__(self, x_TK: Tensor) -> tuple[Tensor, ...]:
+        """The outputs [T, N] of every linear for one input."""
+        parameters = [p for linear in self.linears for p in (linear.weight, linear.bias)]
+        return _Project.apply(x_TK, self, *parameters)  # type: ignore[no-any-return]
+
+    def stacked(self) -> PackedWeight | None:
+        """The working copies as one weight, remade when one of them was; their dense values then live in the stack."""
+        if len(self.linears) == 1:
+            return self.linears[0].working if self.linears[0].working.dense is not None else None
+        if any(a is not b.packed for a, b in zip(self._seen, self.linears, strict=False)) or not self._seen:
+            self._stacked = self.linears[0].kernels.fuse([linear.working for linear in self.linears])
+            if self._stacked is not None and self._stacked.dense is not None:
+                parts = self._stacked.dense.split(self.sizes)
+                for linear, part in zip(self.linears, parts, strict=True):
+                    linear.packed = replace(linear.working, dense=part)
+            self._seen = tuple(linear.packed for linear in self.linears)
+        return self._stacked
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, linears: tuple[Linear, ...], *parameters: Tensor | None) -> Any:
-        first = linears[0]
+    def forward(ctx: Any, x_TK: Tensor, projection: Projection, *parameters: Tensor | None) -> Any:
+        linears, first = projection.linears, projection.linears[0]
         kernels, flow = first.kernels, first.flow
         stored: Quantized | Tensor = kernels.quantize_rows(x_TK, flow.fprop.lhs) if first.fp8 else x_TK
         dense = kernels.dense_input(stored)
+        stack = projection.stacked()
+        if stack is not None:
+            products = kernels.linear(dense, stack).split(projection.sizes, 1)
+        else:
+            products = tuple(kernels.linear(dense, linear.working) for linear in linears)
         outputs = []
-        for linear in linears:
-            y = kernels.linear(dense, linear.working).to(x_TK.dtype)
-            if linear.bias is not None:
-                y = y + linear.bias.detach().to(linear.activation)
-            outputs.append(y)
-        ctx.linears, ctx.dtype = linears, x_TK.dtype
+        for linear, product in zip(linears, products, strict=True):
+            y = product.to(x_TK.dtype, memory_format=torch.contiguous_format)
+            outputs.append(y if linear.bias is None else y + linear.bias.detach().to(linear.activation))
+        ctx.projection, ctx.dtype = projection, x_TK.dtype
         ctx.fp8_saved = isinstance(stored, Quantized)
         ctx.save_for_backward(*((stored.codes, stored.scale) if isinstance(stored, Quantized) else (stored,)))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        linears: tuple[Linear, ...] = ctx.linears
-        kernels, flow = linears[0].kernels, linears[0].flow
+        projection: Projection = ctx.projection
+        linears, first = projection.linears, projection.linears[0]
         saved: Quantized | Tensor = ctx.saved_tensors[0]
         if ctx.fp8_saved:
-            saved = Quantized(*ctx.saved_tensors, group=flow.fprop.lhs.group)
-        wgrad_fp8 = linears[0].fp8 and flow.wgrad.is_fp8
-        x: Quantized | Tensor = saved.dequantize() if isinstance(saved, Quantized) else saved
-        if wgrad_fp8:
-            assert isinstance(x, Tensor)
-            x = quantize(x, flow.wgrad.rhs)
-        dx: Tensor | None = None
-        parameter_grads: list[Tensor | None] = []
-        for linear, dy in zip(linears, grads, strict=True):
-            if ctx.needs_input_grad[0]:
-                rows = kernels.quantize_rows(dy, flow.dgrad.lhs) if linear.fp8 and flow.dgrad.is_fp8 else dy
-                part = kernels.linear_dgrad(rows, linear.working)
-                dx = part if dx is None else dx.add_(part)
-            dy_columns = quantize(dy, flow.wgrad.lhs) if wgrad_fp8 else dy
-            parameter_grads.append(kernels.linear_wgrad(dy_columns, x) if linear.weight.requires_grad else None)
-            parameter_grads.append(dy.float().sum(0) if linear.bias is not None else None)
-        return (None if dx is None else dx.to(ctx.dtype), None, *parameter_grads)
+            codes, scale = ctx.saved_tensors
+            assert first.flow.fprop.lhs.group is not None
+            saved = Quantized(codes, scale, first.flow.fprop.lhs.group)
+        dx = _input_gradient(projection, grads) if ctx.needs_input_grad[0] else None
+        weight_grads: list[Tensor] | list[None] = [None] * len(linears)
+        if first.weight.requires_grad:
+            weight_grads = _weight_gradients(projection, grads, saved)
+        bias_grads = [
+            None if linear.bias is None else g.float().sum(0)
+            for linear, g in zip(linears, grads, strict=True)
+        ]
+        pairs = [g for pair in zip(weight_grads, bias_grads, strict=True) for g in pair]
+        return (None if dx is None else dx.to(ctx.dtype), None, *pairs)
+
+
+def _input_gradient(projection: Projection, grads: tuple[Tensor, ...]) -> Tensor:
+    """dx [T, K] FP32: the sum over the linears."""
+    first = projection.linears[0]
+    kernels, operand = first.kernels, first.flow.dgrad.lhs
+    rows = [kernels.quantize_rows(g, operand) if first.fp8 and operand.is_fp8 else g for g in grads]
+    stack = projection.stacked()
+    if stack is not None:
+        dense = [r.dequantize() if isinstance(r, Quantized) else r.float() for r in rows]
+        return kernels.linear_dgrad(torch.cat(dense, 1), stack)
+    parts = [
+        kernels.linear_dgrad(r, linear.working) for r, linear in zip(rows, projection.linears, strict=True)
+    ]
+    return torch.stack(parts).sum(0)
+
+
+def _weight_gradients(
+    projection: Projection, grads: tuple[Tensor, ...], saved: Quantized | Tensor
+) -> list[Tensor]:
+    """dw [N, K] FP32 of every linear."""
+    first = projection.linears[0]
+    kernels, gemm = first.kernels, first.flow.wgrad
+    x: Quantized | Tensor = saved.dequantize() if isinstance(saved, Quantized) else saved
+    columns: list[Quantized | Tensor] = list(grads)
+    if first.fp8 and gemm.is_fp8:
+        assert isinstance(x, Tensor)
+        x = quantize(x, gemm.rhs)
+        columns = [quantize(g, gemm.lhs) for g in grads]
+    if projection.stacked() is None:
+        return [kernels.linear_wgrad(c, x) for c in columns]
+    dense = [c.dequantize() if isinstance(c, Quantized) else c.float() for c in columns]
+    x = x.dequantize() if isinstance(x, Quantized) else x
+    return list(kernels.linear_wgrad(torch.cat(dense, 1), x).split(projection.sizes))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.kernels.table import Kernels
-from lockstep.nn.linear import Linear, project
+from lockstep.nn.linear import Linear, Projection
 from lockstep.numerics.flow import Flow
 
 
@@ -23,11 +23,12 @@ class MLP(nn.Module):
 
         self.gate_proj, self.up_proj = linear(hidden, intermediate), linear(hidden, intermediate)
         self.down_proj = linear(intermediate, hidden)
+        self.gate_up = Projection(self.gate_proj, self.up_proj)
         self.kernels = kernels
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """[T, K] to [T, K]."""
-        gate, up = project(x_TK, self.gate_proj, self.up_proj)
+        gate, up = self.gate_up(x_TK)
         return self.down_proj(_SwiGLU.apply(gate, up, self.kernels))  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,7 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.kernels.reference import PackedWeight
 from lockstep.kernels.table import Kernels

@@ -78,7 +78,11 @@ def bf16_flow(*, kv_fp8: bool = False, scale: ScaleKind = "fp32") -> Flow:
 
 
 def fp8_flow(
-    *, kv_fp8: bool = False, scale: ScaleKind = "fp32", keep_bf16: frozenset[int] = frozenset(), wgrad_fp8: bool = True
+    *,
+    kv_fp8: bool = False,
+    scale: ScaleKind = "fp32",
+    keep_bf16: frozenset[int] = frozenset(),
+    wgrad_fp8: bool = True,
 ) -> Flow:
     """All three GEMMs of every decoder linear in block-scaled FP8; the weight gradient may stay in BF16."""
     rows, columns, squares = row_groups(scale), column_groups(scale), square_blocks(scale)
@@ -142,7 +146,9 @@ def build_flows(spec: FlowSpec, num_layers: int) -> FlowPair:
     if spec.keep_first_bf16 + spec.keep_last_bf16 > num_layers:
         kept = spec.keep_first_bf16 + spec.keep_last_bf16
         raise ValueError(f"{kept} layers are to stay in BF16, the model has {num_layers}")
-    keep = frozenset(range(spec.keep_first_bf16)) | frozenset(range(num_layers - spec.keep_last_bf16, num_layers))
+    keep = frozenset(range(spec.keep_first_bf16)) | frozenset(
+        range(num_layers - spec.keep_last_bf16, num_layers)
+    )
     kv_fp8 = spec.kv == "fp8"
     fp8 = fp8_flow(kv_fp8=kv_fp8, scale=spec.scale, keep_bf16=keep, wgrad_fp8=spec.wgrad == "fp8")
     bf16 = bf16_flow(kv_fp8=kv_fp8, scale=spec.scale)

@@ -113,12 +113,19 @@ def widen(codes: Tensor) -> Tensor:
 
 def group_amax(x: Tensor, group: tuple[int, int]) -> Tensor:
     """[ceil(R / group[0]), ceil(C / group[1])]: largest absolute value of each group of x [R, C]."""
-    x = x.abs()
-    if group[0] > 1:
-        x = torch.stack([b.amax(0) for b in x.split(group[0], 0)]) if len(x) else x
     if group[1] > 1:
-        x = torch.stack([b.amax(1) for b in x.split(group[1], 1)], 1)
-    return x
+        whole = x.shape[1] // group[1] * group[1]
+        parts = [_max_abs(x[:, :whole].unflatten(1, (-1, group[1])), 2)] if whole else []
+        if whole < x.shape[1]:
+            parts.append(_max_abs(x[:, whole:], 1)[:, None])
+        x = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    if group[0] > 1:
+        x = torch.stack([_max_abs(rows, 0) for rows in x.split(group[0], 0)]) if len(x) else x
+    return x if group != (1, 1) else x.abs()
+
+
+def _max_abs(x: Tensor, dim: int) -> Tensor:
+    return x.abs().amax(dim)
 
 
 def scale_groups(x: Tensor, scale: Tensor, group: tuple[int, int], *, divide: bool = False) -> Tensor:

@@ -46,7 +46,7 @@ _COMPLETIONS = {
         "Mean length of the completions that ended by themselves.", "tokens"
     ),
     "completions/clipped_ratio": _m("Completions cut off at the length limit.", "share"),
-    "num_tokens": _m("Prompt and completion tokens trained on since the run began.", "tokens"),
+    "num_tokens": _m("Prompt and completion tokens of all kept samples since the run began.", "tokens"),
 }
 _EVAL = {
     "eval/greedy_pass@1": _m("Held-out prompts solved by the greedy completion.", "share"),

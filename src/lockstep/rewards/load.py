@@ -149,7 +149,7 @@ def load_function(use: str) -> Callable[..., Any]:
             where=source,
             fix=_nearest(name, names) or f"it has {', '.join(names[:10]) or 'no functions'}",
         )
-    found = vars(module)[name]
+    found: Callable[..., Any] = vars(module)[name]
     if not callable(found) or isinstance(found, type):
         kind = "a class" if isinstance(found, type) else f"a {type(found).__name__}"
         raise RewardError(f"{name!r} is {kind}, not a function", where=source)

@@ -17,7 +17,9 @@ from lockstep.numerics.formats import E4M3
 class PagedCache:
     """Storage and page counts. k, v: [layers, slots, KV heads, D]."""
 
-    def __init__(self, spec: ModelSpec, flow: Flow, *, tokens: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, flow: Flow, *, tokens: int, page_size: int, device: torch.device
+    ) -> None:
         self.page_size = page_size
         self.num_pages = -(-tokens // page_size)
         shape = (spec.num_layers, self.num_pages * page_size, spec.num_kv_heads, spec.head_dim)

@@ -8,7 +8,8 @@ Next: `scheduler.py` for who runs, `runner.py` for the forward pass, `sampler.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Sequences
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 
 import torch
 
@@ -75,7 +76,9 @@ class EmbeddedEngine:
     ) -> list[Completion]:
         """See `rollout.types.Engine.generate`."""
         if self.version != expected_version:
-            raise ContractError(f"the engine holds weight version {self.version}, version {expected_version} was expected")
+            raise ContractError(
+                f"the engine holds weight version {self.version}, version {expected_version} was expected"
+            )
         if self.decoder.flow.kv_fp8 and self.scales is None:
             raise ContractError("the flow has an FP8 KV cache but no KV scales were calibrated or published")
         scheduler = Scheduler(self.cache, self.spec.max_running, self.spec.max_batched_tokens)
@@ -101,7 +104,10 @@ class EmbeddedEngine:
         ready = [s for s in scheduler.running if s.hidden is not None]
         finished = 0
         if ready:
-            keys = [row_keys(seed, step, s.group.request.prompt_index, s.sample_index, len(s.output)) for s in ready]
+            keys = [
+                row_keys(seed, step, s.group.request.prompt_index, s.sample_index, len(s.output))
+                for s in ready
+            ]
             rows = torch.stack([s.hidden for s in ready if s.hidden is not None])
             with torch.no_grad():
                 drawn = draw(rows, self.decoder.head, [s.group.request.params for s in ready], keys)

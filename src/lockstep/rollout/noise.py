@@ -1,8 +1,8 @@
 """Counter-based randomness: the noise of a token is a function of (run seed, step, prompt, sample, position), nothing else.
 
 So a sample does not depend on which others ran beside it, on preemption, or on a resume. A 64-bit mix (SplitMix64) of the
-five numbers gives a row two 32-bit keys; element v of the row is a 32-bit integer hash of v under both keys (Chris
-Wellons' `triple32`, then `lowbias32`). Gumbel noise turns the uniform into a sample: argmax(logits + noise) is a draw from
+five numbers gives a row two 32-bit keys; element v of the row is a 32-bit integer hash of v (Chris Wellons' `triple32`), keyed
+at its entry and again after its first round. Gumbel noise turns the uniform into a sample: argmax(logits + noise) is a draw from
 the softmax. -log(-log(1 - u)) is taken with u precise near 0, where the winners are.
 """
 
@@ -26,27 +26,17 @@ def gumbel(keys: list[tuple[int, int]], vocabulary: int, device: torch.device) -
     """[rows, vocabulary] FP32 standard Gumbel noise."""
     key = torch.tensor(keys, dtype=torch.int32, device=device)
     element = torch.arange(vocabulary, dtype=torch.int32, device=device) * _signed(0x9E3779B9)
-    bits = _lowbias32(_triple32(element[None] + key[:, :1]) ^ key[:, 1:])
+    bits = _mix(element[None] + key[:, :1], key[:, 1:])
     uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
-    return _exponential(uniform).log_().neg_()
+    return uniform.clamp_(max=1.0 - 2.0**-24).neg_().log1p_().neg_().log_().neg_()
 
 
-def _exponential(uniform: Tensor) -> Tensor:
-    """-log(1 - u) in (0, inf): the series where 1 - u would lose u's low bits, torch's log elsewhere."""
-    small = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3.0)))
-    return torch.where(uniform < 2.0**-7, small, -(1.0 - uniform).clamp_(min=2.0**-24).log_())
-
-
-def _triple32(x: Tensor) -> Tensor:
-    for shift, factor in ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)):
-        x = (x ^ _shift_right(x, shift)).mul_(_signed(factor))
-    return x ^ _shift_right(x, 14)
-
-
-def _lowbias32(x: Tensor) -> Tensor:
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ _shift_right(x, shift)).mul_(_signed(factor))
-    return x ^ _shift_right(x, 16)
+def _mix(x: Tensor, key: Tensor) -> Tensor:
+    """triple32 with the second key between its first and second round; overwrites x."""
+    x = x.bitwise_xor_(_shift_right(x, 17)).mul_(_signed(0xED5AD4BB)).bitwise_xor_(key)
+    x = x.bitwise_xor_(_shift_right(x, 11)).mul_(_signed(0xAC4C1B51))
+    x = x.bitwise_xor_(_shift_right(x, 15)).mul_(_signed(0x31848BAB))
+    return x.bitwise_xor_(_shift_right(x, 14))
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:

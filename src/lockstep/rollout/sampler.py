@@ -25,9 +25,7 @@ class Drawn:
     logprobs: list[float]
 
 
-def draw(
-    h_RK: Tensor, head: Table, params: Sequence[SamplingParams], keys: list[tuple[int, int]]
-) -> Drawn:
+def draw(h_RK: Tensor, head: Table, params: Sequence[SamplingParams], keys: list[tuple[int, int]]) -> Drawn:
     """Samples a token for each row of hidden states [R, K]; `keys` are the rows' noise keys."""
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -36,7 +34,7 @@ def draw(
         some = params[rows]
         temperature = torch.tensor([p.score_temperature for p in some], device=h_RK.device)
         logits = head.logits(h_RK[rows], temperature)
-        normalizer = head.kernels.log_normalizer(logits)[0]
+        normalizer = head.kernels.log_normalizer(logits)
         scores = logits
         if any(p.truncated for p in some):
             scores = torch.stack([truncate(row, p) for row, p in zip(logits, some, strict=True)])

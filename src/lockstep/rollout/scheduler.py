@@ -89,7 +89,11 @@ class Scheduler:
                 pages = self.cache.fork(group.pages, sequence.prompt_length)
                 if pages is None:
                     return
-                sequence.pages, sequence.computed, sequence.hidden = pages, sequence.prompt_length, group.hidden
+                sequence.pages, sequence.computed, sequence.hidden = (
+                    pages,
+                    sequence.prompt_length,
+                    group.hidden,
+                )
                 self._enter(sequence)
                 continue
             if sequence.fresh and group.leader is not None:

@@ -58,7 +58,9 @@ class RolloutSpec:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
         if self.max_batched_tokens < self.max_running:
-            raise ValueError("max_batched_tokens must be at least max_running: each running sequence decodes one token")
+            raise ValueError(
+                "max_batched_tokens must be at least max_running: each running sequence decodes one token"
+            )
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or not 0 <= self.min_p < 1:
             raise ValueError("need temperature >= 0, 0 < top_p <= 1, top_k >= 0 and 0 <= min_p < 1")
         if self.cache_tokens < 0 or self.cache_gb < 0:

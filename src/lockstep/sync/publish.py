@@ -41,7 +41,9 @@ class Publisher:
         except ValueError as error:
             raise ContractError(f"publication v{version}: {error}") from error
         if scales is not None and self.engine.set_kv_scales(scales) != scales.version:
-            raise ContractError(f"publication v{version}: the engine does not use KV scales v{scales.version}")
+            raise ContractError(
+                f"publication v{version}: the engine does not use KV scales v{scales.version}"
+            )
         if self.engine.version != version:
             raise ContractError(f"publication v{version}: the engine reports version {self.engine.version}")
         return make_receipt(

@@ -51,9 +51,12 @@ def save_checkpoint(
     partial = folder / f".partial_{target.name}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file({n: p.detach().contiguous() for n, p in decoder.named_parameters()}, partial / "masters.safetensors")
     save_file(
-        {n: t.detach().contiguous() for n, t in optimizer.state_tensors().items()}, partial / "optimizer.safetensors"
+        {n: p.detach().contiguous() for n, p in decoder.named_parameters()}, partial / "masters.safetensors"
+    )
+    save_file(
+        {n: t.detach().contiguous() for n, t in optimizer.state_tensors().items()},
+        partial / "optimizer.safetensors",
     )
     if scales is not None:
         save_file({"k": scales.k, "v": scales.v}, partial / "kv_scales.safetensors")
@@ -99,7 +102,9 @@ def load_checkpoint(
         for name, parameter in own.items():
             parameter.copy_(masters[name])
     optimizer.load_state_tensors(
-        _read_tensors(path / "optimizer.safetensors"), steps=state["optimizer_steps"], skipped=state["skipped_steps"]
+        _read_tensors(path / "optimizer.safetensors"),
+        steps=state["optimizer_steps"],
+        skipped=state["skipped_steps"],
     )
     progress = Progress(**{f: state[f] for f in Progress.__dataclass_fields__})
     scales = None
@@ -138,7 +143,8 @@ def _check_config(path: Path, then: dict[str, Any], now: dict[str, Any]) -> None
     changed = sorted(
         key
         for key in old.keys() | new.keys()
-        if old.get(key) != new.get(key) and not any(key == f or key.startswith(f"{f}.") for f in FREE_SECTIONS)
+        if old.get(key) != new.get(key)
+        and not any(key == f or key.startswith(f"{f}.") for f in FREE_SECTIONS)
     )
     if changed:
         key = changed[0]
@@ -152,7 +158,9 @@ def _check_config(path: Path, then: dict[str, Any], now: dict[str, Any]) -> None
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
-        return {k: v for key, x in value.items() for k, v in _flatten(x, f"{prefix}.{key}".lstrip(".")).items()}
+        return {
+            k: v for key, x in value.items() for k, v in _flatten(x, f"{prefix}.{key}".lstrip(".")).items()
+        }
     if isinstance(value, list | tuple):
         return {k: v for i, x in enumerate(value) for k, v in _flatten(x, f"{prefix}.{i}").items()}
     return {prefix: value}

@@ -32,7 +32,9 @@ class Evaluator:
         metrics["eval/greedy_pass@1"] = _share(greedy)
         metrics["eval/reward"] = _mean(greedy)
         metrics["eval/mean_length"] = sum(len(s.completion.token_ids) for s in greedy) / len(greedy)
-        metrics["eval/clipped_ratio"] = sum(s.completion.finish_reason == "length" for s in greedy) / len(greedy)
+        metrics["eval/clipped_ratio"] = sum(s.completion.finish_reason == "length" for s in greedy) / len(
+            greedy
+        )
         count = self.spec.samples
         if count:
             sampled = self._score(self._generate(step, version, greedy=False, samples=count))

@@ -104,8 +104,10 @@ class Trainer:
         with self.timer.phase("train"):
             metrics |= self.updater.update(samples, self.scales)
         with self.timer.phase("publish"):
-            metrics |= self.publish(must_change=metrics["optim/applied_steps"] > 0 and metrics["optim/lr"] > 0)
-        self.progress.step += 1
+            self.progress.step += 1
+            metrics |= self.publish(
+                must_change=metrics["optim/applied_steps"] > 0 and metrics["optim/lr"] > 0
+            )
         metrics |= self.evaluate()
         self.log(metrics, samples)
         if self.spec.checkpoint.every and self.progress.step % self.spec.checkpoint.every == 0:
@@ -120,7 +122,7 @@ class Trainer:
         rounds = groups = 0
         while groups < wanted and rounds < (MAX_SAMPLING_ROUNDS if self.recipe.dynamic_sampling else 1):
             drawn, metrics_round = self.rollout_and_score(wanted)
-            metrics = metrics_round if not metrics else metrics
+            metrics = metrics or metrics_round
             rewards = torch.tensor([s.reward for s in drawn])
             group = torch.tensor([s.group for s in drawn], dtype=torch.long)
             keep = torch.ones(len(drawn), dtype=torch.bool)
@@ -146,7 +148,8 @@ class Trainer:
         completions = self.generate(start, prompts)
         completions, metrics = admit(completions, self.progress.version, self.progress.scale_version)
         samples = [
-            Sample(c, prompts[c.prompt_index - start].example, c.prompt_index, self.text(c)) for c in completions
+            Sample(c, prompts[c.prompt_index - start].example, c.prompt_index, self.text(c))
+            for c in completions
         ]
         metrics |= score(self.rewards, samples)
         scored = [s for s in samples if s.reward is not None]
@@ -188,7 +191,7 @@ class Trainer:
         if self.parts.flows.rollout.kv_fp8 and self.scales is None:
             scales = self.calibrate()
         self.receipt = self.publisher.publish(self.progress.version, scales=scales, must_change=must_change)
-        self.logger.receipt(self.progress.step + 1, self.receipt.to_dict())
+        self.logger.receipt(self.progress.step, self.receipt.to_dict())
         return {
             "sync/version": float(self.receipt.version),
             "sync/bytes": float(self.receipt.bytes),
@@ -293,16 +296,27 @@ class Trainer:
     def export(self) -> None:
         """The trained weights as a Hugging Face checkpoint: the BF16 rounding that every working copy comes from."""
         tensors = ((n, p.detach().bfloat16()) for n, p in self.parts.decoder.named_parameters())
-        save(self.run_dir / "model", self.parts.model_spec, tensors, tokenizer=self.parts.tokenizer, overwrite=True)
+        save(
+            self.run_dir / "model",
+            self.parts.model_spec,
+            tensors,
+            tokenizer=self.parts.tokenizer,
+            overwrite=True,
+        )
 
 
 def score(rewards: Rewards, samples: list[Sample]) -> dict[str, float]:
     """Fills in rewards and their parts."""
     if not samples:
-        raise DataError("no completion of this step kept the sample contract", fix="see data/dropped_* in metrics.jsonl")
+        raise DataError(
+            "no completion of this step kept the sample contract", fix="see data/dropped_* in metrics.jsonl"
+        )
     batch = rewards.score(
         [s.example.prompt for s in samples],
-        [[{"role": "assistant", "content": s.text}] if isinstance(s.example.prompt, list) else s.text for s in samples],
+        [
+            [{"role": "assistant", "content": s.text}] if isinstance(s.example.prompt, list) else s.text
+            for s in samples
+        ],
         [s.completion.token_ids for s in samples],
         batch_columns(s.example for s in samples),
     )

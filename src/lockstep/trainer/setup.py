@@ -62,7 +62,9 @@ def make_parts(spec: RunSpec, *, progress: Callable[[int, int], None] | None = N
     decoder = Decoder(model_spec, flows.trainer, kernels)
     load_masters(decoder, model_path)
     prompts, dropped = load_prompts(spec.data, tokenizer, spec.seed)
-    stream = PromptStream(prompts, spec.data.seed if spec.data.seed is not None else spec.seed, spec.data.shuffle)
+    stream = PromptStream(
+        prompts, spec.data.seed if spec.data.seed is not None else spec.seed, spec.data.shuffle
+    )
     longest = max(len(p.ids) for p in prompts)
     check_lengths(model_spec, longest, spec.rollout.max_new_tokens)
     check_budget(spec, longest)
@@ -90,7 +92,9 @@ def prepare_model(source: ModelSource) -> Path:
         try:
             make_tiny(path, **source.args)  # type: ignore[arg-type]
         except TypeError as error:
-            raise ConfigError(str(error), where="model.args", fix="see `lockstep model tiny --help`") from error
+            raise ConfigError(
+                str(error), where="model.args", fix="see `lockstep model tiny --help`"
+            ) from error
         return path
     if source.recipe == "smollm2":
         return fetch_smollm2(path)
@@ -147,7 +151,9 @@ def check_budget(spec: RunSpec, longest_prompt: int) -> None:
         )
 
 
-def cache_tokens(rollout: RolloutSpec, model: ModelSpec, flow: Flow, longest_prompt: int, eval_tokens: int) -> int:
+def cache_tokens(
+    rollout: RolloutSpec, model: ModelSpec, flow: Flow, longest_prompt: int, eval_tokens: int
+) -> int:
     """Capacity of the KV cache: as given, from a byte budget, or what the running sequences need at most."""
     if rollout.cache_tokens:
         return rollout.cache_tokens
@@ -163,7 +169,9 @@ def cache_tokens(rollout: RolloutSpec, model: ModelSpec, flow: Flow, longest_pro
 def sampling_params(parts: Parts, *, greedy: bool = False, evaluation: bool = False) -> SamplingParams:
     """Sampling parameters of training rollouts, or of evaluation."""
     rollout, evaluate = parts.spec.rollout, parts.spec.eval
-    ends = frozenset(rollout.stop_token_ids) | (frozenset() if rollout.ignore_eos else frozenset(parts.stop_ids))
+    ends = frozenset(rollout.stop_token_ids) | (
+        frozenset() if rollout.ignore_eos else frozenset(parts.stop_ids)
+    )
     truncation = evaluate if evaluation else rollout
     return SamplingParams(
         (evaluate.max_new_tokens if evaluation else 0) or rollout.max_new_tokens,

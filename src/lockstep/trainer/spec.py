@@ -55,8 +55,16 @@ class OptimSpec:
     """The schedule ends at this fraction of the peak."""
 
     def __post_init__(self) -> None:
-        if self.lr < 0 or self.eps <= 0 or self.weight_decay < 0 or self.max_grad_norm < 0 or self.warmup_steps < 0:
-            raise ValueError("lr, weight_decay, max_grad_norm and warmup_steps can't be negative, eps must be positive")
+        if (
+            self.lr < 0
+            or self.eps <= 0
+            or self.weight_decay < 0
+            or self.max_grad_norm < 0
+            or self.warmup_steps < 0
+        ):
+            raise ValueError(
+                "lr, weight_decay, max_grad_norm and warmup_steps can't be negative, eps must be positive"
+            )
         if not all(0 <= b < 1 for b in self.betas) or not 0 <= self.min_lr_ratio <= 1:
             raise ValueError("betas must lie in [0, 1) and min_lr_ratio in [0, 1]")
 
@@ -81,7 +89,9 @@ class UpdateSpec:
 
     def __post_init__(self) -> None:
         if self.steps < 0 or min(self.mini_batches, self.epochs, self.max_tokens_per_microbatch) < 1:
-            raise ValueError("steps can't be negative; mini_batches, epochs and max_tokens_per_microbatch start at 1")
+            raise ValueError(
+                "steps can't be negative; mini_batches, epochs and max_tokens_per_microbatch start at 1"
+            )
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,18 @@ from lockstep.trainer.setup import Parts
 
 
 class Updater:
-    """Turns samples into optimizer steps."""
+    """Turns samples into optimizer steps. `moved` says whether the last update had a gradient to follow."""
 
     def __init__(self, parts: Parts, recipe: Recipe, optimizer: Optimizer) -> None:
         self.parts, self.recipe, self.optimizer = parts, recipe, optimizer
         self.spec = parts.spec.update
         self.reference: Decoder | None = None
+        self.moved = False
         mismatch = parts.spec.mismatch
         unified = parts.flows.unified
-        self.action = ("stop" if unified else "warn") if mismatch.on_violation == "auto" else mismatch.on_violation
+        self.action = (
+            ("stop" if unified else "warn") if mismatch.on_violation == "auto" else mismatch.on_violation
+        )
         self.tolerance = (0.0 if unified else 1.0) if mismatch.tolerance == -1.0 else mismatch.tolerance
         self.truncate = mismatch.truncate
 
@@ -69,6 +72,7 @@ class Updater:
         reduced: list[dict[str, Reduced]] = []
         metrics: dict[str, float] = {"optim/lr": self.optimizer.learning_rate()}
         applied = 0
+        self.moved = False
         trained = [b for b in self.mini_batches(samples) if b]
         old = self.old_log_probs(samples, trainer_scales) if self.needs_old(len(trained)) else None
         for epoch in range(self.spec.epochs):
@@ -79,6 +83,7 @@ class Updater:
                     self.judge(mismatch)
                 result = self.optimizer.step()
                 applied += result.applied
+                self.moved |= result.applied and result.grad_norm > 0 and result.lr > 0
                 metrics["optim/grad_norm"] = result.grad_norm
                 if not (epoch == self.spec.epochs - 1 and number == len(trained) - 1):
                     self.parts.decoder.refresh(self.parts.decoder.version)
@@ -130,7 +135,7 @@ class Updater:
                 ),
                 self.recipe,
             )
-            out.loss.backward()  # type: ignore[no-untyped-call]
+            out.loss.backward()
             reduced.append(out.metrics)
         return reduced
 

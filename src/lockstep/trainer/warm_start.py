@@ -36,7 +36,7 @@ def warm_start(parts: Parts, logger: RunLogger) -> None:
         micro = make_microbatch(chosen, parts.group, share_prompts=False)
         logp_N, _ = micro.log_probs(parts.decoder, None)
         objective = -logp_N.mean()
-        objective.backward()  # type: ignore[no-untyped-call]
+        objective.backward()
         optimizer.step()
         loss = float(objective.detach())
         if (step + 1) % 50 == 0 or step + 1 == spec.steps:

@@ -1,0 +1,113 @@
+"""Truncation against a plain reference, greedy, and log-probabilities of exactly what was drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lockstep.models.decoder import Decoder
+from lockstep.nn.head import CHUNK
+from lockstep.rollout.noise import row_keys
+from lockstep.rollout.sampler import draw, truncate
+from lockstep.rollout.types import SamplingParams
+
+MakeDecoder = Callable[..., Decoder]
+
+
+def allowed(logits: list[float], params: SamplingParams) -> set[int]:
+    """Plain reference: top-k, then min-p, then the smallest set of the most probable whose mass reaches top-p."""
+    left = list(range(len(logits)))
+    if params.top_k:
+        floor = sorted(logits, reverse=True)[: params.top_k][-1]
+        left = [i for i in left if logits[i] >= floor]
+    if params.min_p:
+        peak = max(logits[i] for i in left)
+        left = [i for i in left if math.exp(logits[i] - peak) >= params.min_p]
+    if params.top_p < 1:
+        ordered = sorted(left, key=lambda i: -logits[i])
+        total = math.fsum(math.exp(logits[i]) for i in ordered)
+        left, mass = [], 0.0
+        for i in ordered:
+            if left and mass >= params.top_p:
+                break
+            left.append(i)
+            mass += math.exp(logits[i]) / total
+    return set(left)
+
+
+LOGITS = st.lists(st.integers(-24, 24).map(lambda i: i / 4), min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(LOGITS, st.integers(0, 14), st.sampled_from([1.0, 0.99, 0.61, 0.33, 1e-6]), st.sampled_from([0.0, 0.07, 0.51]))
+def test_truncation_is_the_references(logits: list[float], top_k: int, top_p: float, min_p: float) -> None:
+    params = SamplingParams(4, top_k=top_k, top_p=top_p, min_p=min_p)
+    row = torch.tensor(logits)
+    out = truncate(row, params)
+    kept = set(torch.isfinite(out).nonzero().flatten().tolist())
+    assert kept == allowed(logits, params)
+    assert int(row.argmax()) in kept, "the largest always stays"
+    assert torch.equal(out[torch.isfinite(out)], row[torch.isfinite(out)]), "what stays is not changed"
+    assert torch.equal(row, torch.tensor(logits)), "and the input isn't either"
+
+
+def rows_of(decoder: Decoder, count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, decoder.spec.hidden_size, generator=generator).bfloat16()
+
+
+def keys_of(count: int) -> list[tuple[int, int]]:
+    return [row_keys(0, 0, 0, 0, i) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(1, top_k=3), SamplingParams(1, top_p=0.5), SamplingParams(1, 1.2, min_p=0.02, top_k=9, top_p=0.9)],
+)
+def test_only_what_truncation_leaves_is_drawn(make_decoder: MakeDecoder, params: SamplingParams) -> None:
+    head = make_decoder().head
+    hidden = (rows_of(make_decoder(), 1) * 0.3).expand(400, -1)
+    drawn = draw(hidden, head, [params] * 400, keys_of(400))
+    logits = head.logits(hidden[:1], torch.tensor([params.score_temperature]))[0]
+    inside = allowed(logits.tolist(), params)
+    assert set(drawn.tokens) <= inside and len(set(drawn.tokens)) > 1
+    full = logits.log_softmax(0)
+    for token, logprob in zip(drawn.tokens, drawn.logprobs):
+        assert math.isclose(logprob, float(full[token]), abs_tol=2e-6), "log-probabilities are the full softmax's"
+
+
+def test_greedy_takes_the_largest_and_needs_no_noise(make_decoder: MakeDecoder) -> None:
+    decoder = make_decoder()
+    hidden = rows_of(decoder, 20)
+    greedy = SamplingParams(1, temperature=0.0)
+    first = draw(hidden, decoder.head, [greedy] * 20, keys_of(20))
+    assert first == draw(hidden, decoder.head, [greedy] * 20, keys_of(40)[20:])
+    logits = decoder.head.logits(hidden, torch.ones(20))
+    assert first.tokens == logits.argmax(-1).tolist()
+    mixed = [greedy if i % 2 else SamplingParams(1) for i in range(20)]
+    assert draw(hidden, decoder.head, mixed, keys_of(20)).tokens[1::2] == first.tokens[1::2]
+
+
+def test_log_probabilities_are_the_trainers_whatever_the_batch(make_decoder: MakeDecoder) -> None:
+    """Several temperatures, greedy and truncated rows side by side, more rows than a chunk of logits holds."""
+    decoder = make_decoder()
+    kinds = [
+        SamplingParams(1), SamplingParams(1, 0.7), SamplingParams(1, 0.0), SamplingParams(1, 1.6, top_k=5),
+        SamplingParams(1, 1.0, top_p=0.8),
+    ]  # fmt: skip
+    count = 2 * CHUNK + 17
+    params = [kinds[i % len(kinds)] for i in range(count)]
+    hidden, keys = rows_of(decoder, count), keys_of(count)
+    together = draw(hidden, decoder.head, params, keys)
+    temperature = torch.tensor([p.score_temperature for p in params])
+    trainer, _ = decoder.head.log_probs(hidden, torch.tensor(together.tokens), temperature)
+    assert torch.equal(trainer.detach(), torch.tensor(together.logprobs, dtype=torch.float32))
+    for i in (0, 1, 2, 3, 4, CHUNK - 1, CHUNK, 2 * CHUNK, count - 1):
+        alone = draw(hidden[i : i + 1], decoder.head, params[i : i + 1], keys[i : i + 1])
+        assert (alone.tokens[0], alone.logprobs[0]) == (together.tokens[i], together.logprobs[i])
