@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -319,6 +320,9 @@ def summary(record: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def compare(trl_file: Path, lockstep_file: Path, out: Path | None) -> None:
     """Prints both runs side by side and writes the comparison."""
+    for file in (trl_file, lockstep_file):
+        if not file.is_file():
+            raise SystemExit(f"error: there is no file {file}")
     trl, lockstep = (json.loads(f.read_text()) for f in (trl_file, lockstep_file))
     for record, side in ((trl, "trl"), (lockstep, "lockstep")):
         if record["side"] != side:
@@ -407,6 +411,7 @@ def main() -> None:
         raise SystemExit(f"error: --steps is {args.steps}; it starts at 1")
     if not (args.model / "config.json").is_file():
         raise SystemExit("error: --model is no folder with a config.json")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` keeps the finished steps
     find_lockstep()
     if args.command == "trl":
         run_trl(args.model, args.steps, args.seed, args.batch, args.out)

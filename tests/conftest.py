@@ -22,7 +22,8 @@ from lockstep.nn.kv_scales import AmaxCollector, KVScales
 from lockstep.numerics.flow import Flow
 from lockstep.numerics.formats import E4M3
 
-LLAMA31 = RopeSpec(theta=500_000.0, kind="llama3", factor=8.0, original_max_position=32)
+# Wavelengths of a head of 16: 6, 32, 167, ...: one is kept, one is blended, the others are stretched.
+LLAMA31 = RopeSpec(theta=500_000.0, kind="llama3", factor=8.0, original_max_position=64)
 SPECS = {
     "llama31": ModelSpec("llama", 97, 96, 160, 2, 6, 2, 16, rope=LLAMA31, rms_norm_eps=1e-5),
     "llama_tied": ModelSpec("llama", 97, 96, 160, 2, 6, 3, 16, tie_embeddings=True),

@@ -113,7 +113,9 @@ def test_log_probabilities_are_the_training_forwards(world: World, share: bool) 
 def test_case_64_every_sample_says_what_it_is(world: World) -> None:
     """Version spans that cover it, FP32 log-probabilities that are finite and not positive, and its own parameters."""
     stops = {7, 11}
-    assert [(c.prompt_index, c.sample_index) for c in world.first] == [(100 + i, j) for i in range(5) for j in range(2)]
+    assert [(c.prompt_index, c.sample_index) for c in world.first] == [
+        (100 + i, j) for i in range(5) for j in range(2)
+    ]
     for c, request in zip(world.first, [r for r in world.requests for _ in range(2)], strict=True):
         assert c.spans == (VersionSpan(5, 0, len(c.token_ids)),)
         assert c.scale_version == (1 if world.decoder.flow.kv_fp8 else 0)
@@ -134,7 +136,10 @@ def test_case_64_every_sample_says_what_it_is(world: World) -> None:
 
 def test_seed_and_step_change_the_samples(world: World) -> None:
     engine, request = world.engine(), [replace(world.requests[2], samples=1)]
-    drawn = [engine.generate(request, seed=s, step=t, expected_version=5)[0] for s, t in ((17, 3), (18, 3), (17, 4))]
+    drawn = [
+        engine.generate(request, seed=s, step=t, expected_version=5)[0]
+        for s, t in ((17, 3), (18, 3), (17, 4))
+    ]
     assert drawn[0] == by_key(world.first)[(102, 0)]
     assert len({c.token_ids for c in drawn}) == 3
 
@@ -178,7 +183,13 @@ def test_any_schedule_at_all(world: World) -> None:
     """Random limits, page sizes, cache sizes and orders."""
 
     @settings(max_examples=6, deadline=None, derandomize=True)
-    @given(st.integers(1, 12), st.integers(0, 30), st.integers(1, 40), st.integers(40, 300), st.permutations(range(5)))
+    @given(
+        st.integers(1, 12),
+        st.integers(0, 30),
+        st.integers(1, 40),
+        st.integers(40, 300),
+        st.permutations(range(5)),
+    )
     def check(running: int, more: int, page: int, spare: int, order: list[int]) -> None:
         spec = RolloutSpec(max_running=running, max_batched_tokens=running + more, page_size=page)
         some: list[Request] = [world.requests[i] for i in order[:2]]

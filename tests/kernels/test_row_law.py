@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -170,12 +171,24 @@ def test_log_normalizer(vocabulary: int) -> None:
     torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-4, atol=2e-5)
 
 
+def by_halves(x: np.ndarray) -> np.ndarray:
+    """The two halves are added, an odd last column to the first one, until one column is left."""
+    while (count := x.shape[-1]) > 1:
+        half = count // 2
+        folded = x[:, :half] + x[:, half : 2 * half]
+        if count % 2:
+            folded[:, 0] += x[:, -1]
+        x = folded
+    return x[:, 0]
+
+
 @pytest.mark.parametrize("columns", [*range(1, 18), 63, 64, 65, 1000, 4097])
 def test_tree_sum_is_a_fixed_tree(columns: int) -> None:
     x = random(300, columns)
     before = x.clone()
     total = tree_sum(x)
     assert torch.equal(x, before)
+    np.testing.assert_array_equal(total.numpy(), by_halves(x.numpy().copy()))
     torch.testing.assert_close(total.double(), x.double().sum(-1), rtol=1e-5, atol=1e-4)
     assert_row_law(tree_sum, x)
     assert torch.equal(tree_sum(x.view(30, 10, columns)).flatten(), total)

@@ -85,7 +85,9 @@ class Pages(RuleBasedStateMachine):
             assert needs_copy and free == 0 == self.cache.free_pages
             fork = Table([], [], True)
         else:
-            assert free - self.cache.free_pages == needs_copy, "a fork costs the partial page and nothing else"
+            assert free - self.cache.free_pages == needs_copy, (
+                "a fork costs the partial page and nothing else"
+            )
             assert pages[: count // 3] == table.pages[: count // 3]
             fork = Table(pages, table.tokens[:count], True)
         self.held.append(fork)

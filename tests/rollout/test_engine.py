@@ -17,7 +17,12 @@ PROMPT = (8, 9, 10, 11)
 
 
 def generate(
-    decoder: Decoder, params: SamplingParams, *, samples: int = 6, seed: int = 0, prompt: tuple[int, ...] = PROMPT
+    decoder: Decoder,
+    params: SamplingParams,
+    *,
+    samples: int = 6,
+    seed: int = 0,
+    prompt: tuple[int, ...] = PROMPT,
 ) -> list[Completion]:
     engine = EmbeddedEngine(decoder, RolloutSpec(), cache_tokens=2048, detokenize=spell)
     return engine.generate([Request(prompt, 0, samples, params)], seed=seed, step=0, expected_version=1)
@@ -97,7 +102,10 @@ def test_a_request_that_never_fits_is_refused_and_the_engine_goes_on(make_decode
 def test_order_progress_and_nothing_to_do(make_decoder: MakeDecoder) -> None:
     seen: list[tuple[int, int]] = []
     engine = EmbeddedEngine(
-        make_decoder(), RolloutSpec(max_running=2), cache_tokens=512, progress=lambda a, b: seen.append((a, b))
+        make_decoder(),
+        RolloutSpec(max_running=2),
+        cache_tokens=512,
+        progress=lambda a, b: seen.append((a, b)),
     )
     requests = [Request(PROMPT, 7, 2, SamplingParams(9)), Request(PROMPT[:2], 3, 3, SamplingParams(2))]
     done = engine.generate(requests, seed=0, step=0, expected_version=1)
@@ -107,9 +115,6 @@ def test_order_progress_and_nothing_to_do(make_decoder: MakeDecoder) -> None:
     assert engine.cache.free_pages == engine.cache.num_pages
 
 
-@pytest.mark.xfail(
-    reason="prompts kept for samples to come can hold every page while nothing runs", strict=True, raises=AssertionError
-)
 def test_prompts_that_fill_the_cache_do_not_stall(make_decoder: MakeDecoder) -> None:
     """Two groups of two, two running, one new token: the shared prompts hold every page when the leaders are done."""
     engine = EmbeddedEngine(

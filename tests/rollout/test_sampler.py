@@ -45,7 +45,12 @@ LOGITS = st.lists(st.integers(-24, 24).map(lambda i: i / 4), min_size=1, max_siz
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(LOGITS, st.integers(0, 14), st.sampled_from([1.0, 0.99, 0.61, 0.33, 1e-6]), st.sampled_from([0.0, 0.07, 0.51]))
+@given(
+    LOGITS,
+    st.integers(0, 14),
+    st.sampled_from([1.0, 0.99, 0.61, 0.33, 1e-6]),
+    st.sampled_from([0.0, 0.07, 0.51]),
+)
 def test_truncation_is_the_references(logits: list[float], top_k: int, top_p: float, min_p: float) -> None:
     params = SamplingParams(4, top_k=top_k, top_p=top_p, min_p=min_p)
     row = torch.tensor(logits)
@@ -68,7 +73,11 @@ def keys_of(count: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     "params",
-    [SamplingParams(1, top_k=3), SamplingParams(1, top_p=0.5), SamplingParams(1, 1.2, min_p=0.02, top_k=9, top_p=0.9)],
+    [
+        SamplingParams(1, top_k=3),
+        SamplingParams(1, top_p=0.5),
+        SamplingParams(1, 1.2, min_p=0.02, top_k=9, top_p=0.9),
+    ],
 )
 def test_only_what_truncation_leaves_is_drawn(make_decoder: MakeDecoder, params: SamplingParams) -> None:
     head = make_decoder().head
@@ -79,7 +88,9 @@ def test_only_what_truncation_leaves_is_drawn(make_decoder: MakeDecoder, params:
     assert set(drawn.tokens) <= inside and len(set(drawn.tokens)) > 1
     full = logits.log_softmax(0)
     for token, logprob in zip(drawn.tokens, drawn.logprobs):
-        assert math.isclose(logprob, float(full[token]), abs_tol=2e-6), "log-probabilities are the full softmax's"
+        assert math.isclose(logprob, float(full[token]), abs_tol=2e-6), (
+            "log-probabilities are the full softmax's"
+        )
 
 
 def test_greedy_takes_the_largest_and_needs_no_noise(make_decoder: MakeDecoder) -> None:

@@ -18,8 +18,6 @@ from lockstep.rollout.scheduler import Scheduler
 from lockstep.rollout.sequence import Sequence
 from lockstep.rollout.types import Request, SamplingParams
 
-STALL = "prompts kept for samples to come can hold every page while nothing runs (Scheduler._admit never drops one)"
-
 SPEC = tiny_spec(hidden=2, layers=1, heads=1, kv_heads=1, intermediate=2)
 
 
@@ -90,11 +88,15 @@ def _step(scheduler: Scheduler, ends: dict[Sequence, tuple[int, int]]) -> None:
             sequence.hidden = torch.zeros(1)
             if sequence.fresh:
                 scheduler.prompt_computed(sequence)
-    held = {p for s in scheduler.running for p in s.pages} | {p for g in scheduler.groups for p in g.pages or ()}
+    held = {p for s in scheduler.running for p in s.pages} | {
+        p for g in scheduler.groups for p in g.pages or ()
+    }
     assert cache.free_pages == cache.num_pages - len(held)
     for sequence in [s for s in scheduler.running if s.hidden is not None]:
         job, length = ends[sequence]
-        sequence.tokens.append(token(job, sequence.sample_index, len(sequence.tokens), sequence.prompt_length))
+        sequence.tokens.append(
+            token(job, sequence.sample_index, len(sequence.tokens), sequence.prompt_length)
+        )
         sequence.hidden = None
         if len(sequence.output) == length:
             scheduler.finish(sequence)
@@ -110,7 +112,6 @@ def jobs(draw: st.DrawFn) -> list[Job]:
     return found
 
 
-@pytest.mark.xfail(reason=STALL, strict=True, raises=AssertionError)
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(jobs(), st.integers(1, 6), st.integers(0, 12), st.integers(1, 7), st.integers(4, 80))
 def test_every_request_ends_within_all_limits(
@@ -119,7 +120,6 @@ def test_every_request_ends_within_all_limits(
     simulate(jobs, max_running, max_running + more, page_size, spare)
 
 
-@pytest.mark.xfail(reason=STALL, strict=True, raises=AssertionError)
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(jobs(), st.integers(1, 6), st.integers(0, 12), st.integers(1, 7))
 @example([Job(6, (1, 1), 1), Job(6, (1, 1), 1)], 2, 12, 3)
@@ -129,7 +129,6 @@ def test_every_request_ends_in_the_smallest_cache(
     simulate(jobs, max_running, max_running + more, page_size, 0)
 
 
-@pytest.mark.xfail(reason=STALL, strict=True, raises=AssertionError)
 def test_shared_prompts_that_fill_the_cache_make_room() -> None:
     """Two groups end at their first token; their prompts, kept for the samples to come, hold every page."""
     simulate([Job(6, (1, 1), 2), Job(6, (1, 1), 2)], max_running=2, budget=64, page_size=4, spare=8)

@@ -81,14 +81,21 @@ def reward_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_spec(model_dir: Path, reward_file: Path, tmp_path: Path) -> MakeSpec:
     """A small run in a folder of its own; keywords are sections of the RunSpec, `reward` a function's name."""
 
-    def make(flow: str = "fp8", kv: str = "bf16", *, reward: str = "spread", name: str = "run", **sections: Any) -> RunSpec:
+    def make(
+        flow: str | FlowSpec = "fp8",
+        kv: str = "bf16",
+        *,
+        reward: str = "spread",
+        name: str = "run",
+        **sections: Any,
+    ) -> RunSpec:
         spec = RunSpec(
             model=ModelSource(str(model_dir)),
             data=DataSpec("arithmetic", args={"template": "{a}+{b}=", "size": 12}),
             rewards=(RewardSpec(f"{reward_file}:{reward}"),),
             run_dir=str(tmp_path / name),
             seed=3,
-            flow=FlowSpec(flow, kv),  # type: ignore[arg-type]
+            flow=flow if isinstance(flow, FlowSpec) else FlowSpec(flow, kv),  # type: ignore[arg-type]
             rollout=RolloutSpec(prompts_per_step=3, samples_per_prompt=4, max_new_tokens=6),
             optim=OptimSpec(lr=2e-3),
             update=UpdateSpec(steps=3),
@@ -106,7 +113,10 @@ def open_trainer() -> Callable[[RunSpec], Any]:
     @contextmanager
     def open_one(spec: RunSpec) -> Any:
         torch.manual_seed(spec.seed)
-        with Rewards(spec.rewards) as rewards, RunLogger(spec.run_dir, spec.observe, spec.update.steps) as logger:
+        with (
+            Rewards(spec.rewards) as rewards,
+            RunLogger(spec.run_dir, spec.observe, spec.update.steps) as logger,
+        ):
             yield Trainer(make_parts(spec), rewards, logger)
 
     return open_one

@@ -54,7 +54,9 @@ def test_a_gradient_that_is_not_finite_skips_the_step(bad: float) -> None:
     assert not result.applied and not math.isfinite(result.grad_norm)
     assert (optimizer.steps, optimizer.skipped) == (1, 1)
     assert torch.equal(matrix, weights) and matrix.grad is None
-    assert all(torch.equal(t, before[k]) for k, t in optimizer.state_tensors().items()), "moments are untouched"
+    assert all(torch.equal(t, before[k]) for k, t in optimizer.state_tensors().items()), (
+        "moments are untouched"
+    )
 
 
 def test_clipping_is_global_and_can_be_off() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.algorithms import merge_metrics
 from lockstep.algorithms.spec import AlgorithmSpec
 from lockstep.errors import ContractError
 from lockstep.numerics.flow import FlowPair, bf16_flow
@@ -20,21 +21,19 @@ MakeSpec = Callable[..., RunSpec]
 OpenTrainer = Callable[[RunSpec], Any]
 
 
-def gradient_of(trainer: Any, samples: list[Any], budget: int, share: bool) -> tuple[torch.Tensor, dict[str, float], int]:
+def gradient_of(
+    trainer: Any, samples: list[Any], budget: int, share: bool
+) -> tuple[torch.Tensor, dict[str, float], int]:
     """Gradient and metrics of one mini-batch under a micro-batch budget."""
     updater, metrics = trainer.updater, {}
     updater.spec = replace(updater.spec, max_tokens_per_microbatch=budget, share_prompts=share)
     trainer.parts.decoder.zero_grad(set_to_none=True)
     parts = updater.gradients(samples, None, None, None, metrics)
-    found = {k: v.result() for k, v in setup_merge(parts).items()}
-    grad = torch.cat([p.grad.flatten().double() for p in trainer.parts.decoder.parameters() if p.grad is not None])
+    found = {k: v.result() for k, v in merge_metrics(parts).items()}
+    grad = torch.cat(
+        [p.grad.flatten().double() for p in trainer.parts.decoder.parameters() if p.grad is not None]
+    )
     return grad, found, int(metrics["data/microbatches"])
-
-
-def setup_merge(parts: list[Any]) -> dict[str, Any]:
-    from lockstep.algorithms import merge_metrics
-
-    return merge_metrics(parts)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "dr_grpo", "gspo"])
@@ -48,7 +47,7 @@ def test_case_42_cutting_into_micro_batches_changes_nothing(
     with open_trainer(spec) as trainer:
         trainer.begin()
         samples, _ = trainer.sample()
-        assert len(samples) == 12 and len({len(s.completion.token_ids) for s in samples}) >= 1
+        assert len(samples) == 12
         whole, metrics, bins = gradient_of(trainer, samples, 4096, True)
         assert bins == 1 and float(whole.norm()) > 1e-4
         for budget, share in ((4096, False), (40, True), (13, True), (30, False), (13, False)):
@@ -74,7 +73,9 @@ def test_low_precision_gradients_hardly_depend_on_the_cut(
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
-def test_sharing_prompts_changes_no_log_probability(make_spec: MakeSpec, open_trainer: OpenTrainer, kv: str) -> None:
+def test_sharing_prompts_changes_no_log_probability(
+    make_spec: MakeSpec, open_trainer: OpenTrainer, kv: str
+) -> None:
     with open_trainer(make_spec("fp8", kv)) as trainer:
         trainer.begin()
         samples, _ = trainer.sample()
@@ -119,7 +120,9 @@ def test_case_39_the_correction_is_taken_against_the_old_policy(
 ) -> None:
     """With `correct` the ratio's denominator is the trainer's own log-probability, and the weight carries no gradient."""
     spec = make_spec(
-        "fp8-rollout", mismatch=MismatchSpec("correct"), update=UpdateSpec(steps=1, epochs=epochs, mini_batches=epochs)
+        "fp8-rollout",
+        mismatch=MismatchSpec("correct"),
+        update=UpdateSpec(steps=1, epochs=epochs, mini_batches=epochs),
     )
     with open_trainer(spec) as trainer:
         trainer.begin()
@@ -137,7 +140,9 @@ def test_case_39_the_correction_is_taken_against_the_old_policy(
         assert float((weight_N - 1).abs().max()) > 0
 
 
-def test_a_unified_flow_stops_at_the_first_differing_bit(make_spec: MakeSpec, open_trainer: OpenTrainer) -> None:
+def test_a_unified_flow_stops_at_the_first_differing_bit(
+    make_spec: MakeSpec, open_trainer: OpenTrainer
+) -> None:
     """Log-probabilities moved by one unit in the last place stop the run before the optimizer moves."""
     with open_trainer(make_spec()) as trainer:
         trainer.begin()

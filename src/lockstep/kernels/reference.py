@@ -161,7 +161,7 @@ class ReferenceKernels:
 
     def logits(self, h_TK: Tensor, head: PackedWeight, temperature_T: Tensor) -> Tensor:
         """Logits over each row's temperature [T], [T, V] FP32."""
-        logits = self.linear(self.dense_input(h_TK), head)
+        logits = self.linear(self.dense_input(h_TK), head).contiguous()
         return logits.div_(temperature_T[:, None])
 
     def log_normalizer(self, logits_TV: Tensor) -> Tensor:

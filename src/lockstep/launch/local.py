@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from lockstep.observe.logger import RunLogger
-from lockstep.observe.rundir import RunDir
 from lockstep.rewards.evaluate import Rewards
 from lockstep.trainer.evaluation import Evaluator
 from lockstep.trainer.loop import RunResult, Trainer
@@ -23,10 +22,8 @@ def run_training(spec: RunSpec, *, resume: str = "auto", config_yaml: str = "") 
     with Rewards(spec.rewards) as rewards:
         parts = make_parts(spec)
         run_dir.mkdir(parents=True, exist_ok=True)
-        if config_yaml:
-            RunDir(run_dir).config_file.write_text(config_yaml)
         with RunLogger(run_dir, spec.observe, spec.update.steps) as logger:
-            return Trainer(parts, rewards, logger).run(resume)
+            return Trainer(parts, rewards, logger).run(resume, config_yaml)
 
 
 def run_evaluation(spec: RunSpec, model_path: str | None = None) -> dict[str, float]:
@@ -35,5 +32,9 @@ def run_evaluation(spec: RunSpec, model_path: str | None = None) -> dict[str, fl
         spec = replace(spec, model=ModelSource(path=model_path))
     with Rewards(spec.rewards) as rewards:
         parts = make_parts(spec)
-        parts.engine.decoder.refresh(1)
+        parts.decoder.refresh(1)
+        if parts.engine.decoder is not parts.decoder:
+            parts.engine.decoder.refresh(1)
+        if parts.flows.rollout.kv_fp8:
+            parts.engine.set_kv_scales(parts.calibrate(0, 1))
         return Evaluator(parts, rewards).run(0, 1)

@@ -116,11 +116,6 @@ class Decoder(nn.Module):
         for name, module in self.working():
             h.update(name.encode())
             module.update_digest(h)
-            bias = getattr(module, "bias", None)
-            if bias is not None:
-                h.update(
-                    bias.detach().to(self.flow.activation).contiguous().view(torch.uint8).cpu().numpy().data
-                )
         return h.hexdigest()
 
     def share_masters(self, other: Decoder) -> None:

@@ -17,6 +17,7 @@ Next: `../kernels/reference.py` for the products, `working.py` for the codes.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from lockstep.kernels.reference import PackedWeight
 from lockstep.kernels.table import Kernels
-from lockstep.nn.working import Working
+from lockstep.nn.working import Refreshed, Working
 from lockstep.numerics.flow import Flow
 from lockstep.numerics.formats import BF16
 from lockstep.numerics.quantize import Quantized, quantize
@@ -44,6 +45,30 @@ class Linear(Working):
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
         self.alone = Projection(self)
+
+        self.working_bias: Tensor | None = None
+
+    def refresh(self, name: str) -> Refreshed:
+        """Remakes the working copies of weight and bias; both are one record."""
+        record = super().refresh(name)
+        if self.bias is None:
+            return record
+        bias, old = self.bias.detach().to(self.activation), self.working_bias
+        if not bool(torch.isfinite(bias).all()):
+            raise ValueError(f"{name.removesuffix('weight')}bias: non-finite value in a bias")
+        self.working_bias = bias
+        return replace(
+            record,
+            nbytes=record.nbytes + bias.nbytes,
+            numel=record.numel + bias.numel(),
+            changed=record.changed + (bias.numel() if old is None else int((old != bias).sum())),
+        )
+
+    def update_digest(self, h: hashlib._Hash) -> None:
+        """See `Working.update_digest`; the bias follows the weight."""
+        super().update_digest(h)
+        if self.working_bias is not None:
+            h.update(self.working_bias.view(torch.uint8).cpu().numpy().data)
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """[T, K] to [T, N]."""
@@ -95,7 +120,7 @@ class _Project(torch.autograd.Function):
         outputs = []
         for linear, product in zip(linears, products, strict=True):
             y = product.to(x_TK.dtype, memory_format=torch.contiguous_format)
-            outputs.append(y if linear.bias is None else y + linear.bias.detach().to(linear.activation))
+            outputs.append(y if linear.working_bias is None else y + linear.working_bias)
         ctx.projection, ctx.dtype = projection, x_TK.dtype
         ctx.fp8_saved = isinstance(stored, Quantized)
         ctx.save_for_backward(*((stored.codes, stored.scale) if isinstance(stored, Quantized) else (stored,)))

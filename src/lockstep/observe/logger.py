@@ -56,6 +56,16 @@ class RunLogger:
             views.append(TrackioSink(self._dir.path, self._spec.project, self._dir.config()))
         return views
 
+    @property
+    def folder(self) -> RunDir:
+        """The run's folder."""
+        return self._dir
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step written, by this run or one before it in the same folder."""
+        return self._metrics.last_step
+
     def step(self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord] = ()) -> None:
         """Write one step: all its metrics at once, evaluation included. Step 0 is what is known before training.
 

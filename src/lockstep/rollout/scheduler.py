@@ -77,6 +77,8 @@ class Scheduler:
                 budget -= count
         if self.preemptions == preempted_before:
             self._admit(work, budget)
+        while not self.running and self._drop_one_prompt():  # prompts kept for others hold every page
+            self._admit(work, budget)
         assert work or any(s.hidden is not None for s in self.running), "an engine step without progress"
         return work
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.kernels.reference import PackedWeight, ReferenceKernels
+from lockstep.kernels.rowwise import row_matmul
 from lockstep.kernels.table import Kernels, select
 from lockstep.models.checkpoint import load_config
 from lockstep.models.decoder import Decoder
@@ -92,19 +93,24 @@ class PerTensorActivation(ReferenceKernels):
         return Quantized(codes.to(row.codes.dtype), scale, row.group)
 
 
-class BatchShapedGemm(ReferenceKernels):
-    """A planted violation: the BLAS sees as many rows as there are."""
+class SplitK(ReferenceKernels):
+    """A planted violation: few rows are summed in two halves of K, as libraries do to fill a chip (FACTS: cuBLASLt)."""
 
     def linear(self, x_TK: Quantized | Tensor, weight: PackedWeight) -> Tensor:
-        """A product whose algorithm may change with the number of rows."""
+        """A product whose order of summation changes with the number of rows."""
         x = x_TK.dequantize() if isinstance(x_TK, Quantized) else x_TK
-        dense = weight.dense if weight.dense is not None else weight.codes.dequantize()  # type: ignore[union-attr]
-        return (x.to(dense.dtype) @ dense.t()).float()
+        if len(x) >= 16 or weight.dense is None:
+            return super().linear(x_TK, weight)
+        half = x.shape[1] // 2
+        parts = [
+            row_matmul(x[:, s], weight.dense[:, s].contiguous()) for s in (slice(half), slice(half, None))
+        ]
+        return (parts[0] + parts[1]).float()
 
 
 PLANTS: dict[str, type[ReferenceKernels]] = {
     "per-tensor-activation": PerTensorActivation,
-    "batch-shaped-gemm": BatchShapedGemm,
+    "split-k": SplitK,
 }
 
 
@@ -236,15 +242,15 @@ class FlowAudit:
 
     @torch.no_grad()
     def operations(self) -> Check:
-        """Every operation's rows, prompts side by side against each prompt alone; the first difference is named."""
+        """Every operation's rows: prompts side by side against each prompt, and each first token, alone."""
         together = self.record(self.prompts)
         compared = different = 0
         culprit = ""
-        start = 0
-        for prompt in self.prompts:
-            rows = slice(start, start + len(prompt))
-            start = rows.stop
-            for (name, many), (_, alone) in zip(together, self.record([prompt]), strict=True):
+        starts = torch.tensor([0, *map(len, self.prompts)]).cumsum(0).tolist()
+        pieces = [(s, p) for s, p in zip(starts, self.prompts, strict=False)]
+        for start, tokens in [*pieces, *((s, p[:1]) for s, p in pieces)]:
+            rows = slice(start, start + len(tokens))
+            for (name, many), (_, alone) in zip(together, self.record([tokens]), strict=True):
                 bad = int((many[rows] != alone).sum())
                 compared += alone.numel()
                 different += bad

@@ -101,11 +101,13 @@ def load_checkpoint(
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(masters[name])
-    optimizer.load_state_tensors(
-        _read_tensors(path / "optimizer.safetensors"),
-        steps=state["optimizer_steps"],
-        skipped=state["skipped_steps"],
-    )
+    moments = _read_tensors(path / "optimizer.safetensors")
+    try:
+        optimizer.load_state_tensors(moments, steps=state["optimizer_steps"], skipped=state["skipped_steps"])
+    except ValueError as error:
+        raise CheckpointError(
+            "the optimizer's state is incomplete", where=str(path), why=str(error)
+        ) from error
     progress = Progress(**{f: state[f] for f in Progress.__dataclass_fields__})
     scales = None
     if progress.scale_version:
@@ -147,7 +149,7 @@ def _check_config(path: Path, then: dict[str, Any], now: dict[str, Any]) -> None
         and not any(key == f or key.startswith(f"{f}.") for f in FREE_SECTIONS)
     )
     if changed:
-        key = changed[0]
+        key = next((k for k in changed if k != "data_fingerprint"), "data_fingerprint")
         raise CheckpointError(
             f"{key} was {old.get(key)!r} when the checkpoint was made and is {new.get(key)!r} now",
             where=str(path),

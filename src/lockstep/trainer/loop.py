@@ -8,6 +8,7 @@ Next: `update.py` for the gradient, `../rollout/engine.py` for the samples, `../
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lockstep.data.example import batch_columns
 from lockstep.data.tokenize import EncodedPrompt
 from lockstep.errors import CheckpointError, DataError
 from lockstep.models.checkpoint import save
-from lockstep.nn.kv_scales import AmaxCollector, KVScales
+from lockstep.nn.kv_scales import KVScales
 from lockstep.observe.logger import RunLogger
 from lockstep.observe.metrics import PhaseTimer, peak_memory
 from lockstep.observe.sinks import SampleRecord
@@ -35,7 +36,6 @@ from lockstep.sync.publish import Publisher
 from lockstep.sync.receipt import Receipt
 from lockstep.trainer.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
 from lockstep.trainer.evaluation import Evaluator
-from lockstep.trainer.microbatch import prompt_context
 from lockstep.trainer.optimizer import Optimizer
 from lockstep.trainer.sample import Sample, admit
 from lockstep.trainer.setup import Parts, sampling_params
@@ -73,10 +73,13 @@ class Trainer:
         self.receipt: Receipt | None = None
         self.run_dir = Path(spec.run_dir)
 
-    def run(self, resume: str = "auto") -> RunResult:
+    def run(self, resume: str = "auto", config_yaml: str = "") -> RunResult:
         """Trains from the newest checkpoint (or the beginning) to the last step, and exports the model."""
         metrics: dict[str, float] = {}
-        if not self.resume(resume):
+        resumed = self.resume(resume)
+        if config_yaml:
+            self.logger.folder.config_file.write_text(config_yaml)
+        if not resumed:
             self.begin()
         while self.progress.step < self.spec.update.steps:
             metrics = self.step()
@@ -189,7 +192,9 @@ class Trainer:
         self.progress.version += 1
         scales = None
         if self.parts.flows.rollout.kv_fp8 and self.scales is None:
-            scales = self.calibrate()
+            self.parts.decoder.refresh(self.progress.version)
+            self.progress.scale_version += 1
+            scales = self.scales = self.parts.calibrate(self.progress.ordinal, self.progress.scale_version)
         self.receipt = self.publisher.publish(self.progress.version, scales=scales, must_change=must_change)
         self.logger.receipt(self.progress.step, self.receipt.to_dict())
         return {
@@ -199,22 +204,6 @@ class Trainer:
             "sync/changed_codes_pct": self.receipt.changed_pct,
             "sync/max_rel_err": self.receipt.max_rel_err,
         }
-
-    def calibrate(self) -> KVScales:
-        """KV scales from the first step's real prompts, with headroom."""
-        decoder, flow = self.parts.decoder, self.spec.flow
-        decoder.refresh(self.progress.version)
-        prompts = self.parts.stream.take(self.progress.ordinal, self.spec.rollout.prompts_per_step)
-        collector = AmaxCollector(self.parts.model_spec.num_layers, self.parts.model_spec.num_kv_heads)
-        with torch.no_grad():
-            for prompt in prompts:
-                ids, context = prompt_context([prompt.ids], self.parts.group, decoder.kernels, collector)
-                decoder.hidden(ids, context)
-        self.progress.scale_version += 1
-        self.scales = collector.scales(
-            headroom=flow.kv_headroom, kind=flow.scale, version=self.progress.scale_version
-        )
-        return self.scales
 
     def evaluate(self) -> dict[str, float]:
         """Held-out metrics, on the steps that have an evaluation."""
@@ -256,10 +245,9 @@ class Trainer:
 
         wish: `auto` (the newest of this run), `never`, or a checkpoint's path.
         """
-        if wish == "never":
-            return False
         found = list_checkpoints(self.run_dir / "checkpoints") if wish == "auto" else [Path(wish)]
-        if not found:
+        if wish == "never" or not found:
+            self.start_anew(asked=wish == "never")
             return False
         self.progress, self.scales = load_checkpoint(
             found[-1], self.parts.decoder, self.optimizer, self.config()
@@ -277,6 +265,18 @@ class Trainer:
         self.timer.result()
         return True
 
+    def start_anew(self, *, asked: bool) -> None:
+        """Clears what an earlier run left in the folder: all of it when asked to, else only a beginning without a step."""
+        steps = self.logger.last_step or 0
+        if steps and not asked:
+            raise CheckpointError(
+                f"the folder holds {steps} steps of a run but no checkpoint to go on from",
+                where=str(self.run_dir),
+                fix="give another run_dir, or start anew with --resume never, which removes them",
+            )
+        shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
+        self.logger.resume(-1)
+
     def save(self) -> None:
         """A full checkpoint of the finished step."""
         save_checkpoint(
@@ -290,8 +290,8 @@ class Trainer:
         )
 
     def config(self) -> dict[str, Any]:
-        """The run's specification as plain data."""
-        return asdict(self.spec)
+        """The run's specification as plain data, with the fingerprint of the data it names."""
+        return {**asdict(self.spec), "data_fingerprint": self.parts.fingerprint()}
 
     def export(self) -> None:
         """The trained weights as a Hugging Face checkpoint: the BF16 rounding that every working copy comes from."""

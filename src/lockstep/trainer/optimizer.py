@@ -82,10 +82,13 @@ class Optimizer:
         return tensors
 
     def load_state_tensors(self, tensors: dict[str, torch.Tensor], *, steps: int, skipped: int) -> None:
-        """Restores what `state_tensors` gave."""
+        """Restores what `state_tensors` gave. Raises ValueError when moments are missing."""
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        if tensors and (missing := [n for n in self.names for k in keys if f"{n}|{k}" not in tensors]):
+            raise ValueError(f"no moments of {missing[0]} (and {len(missing) - 1} more)")
+        if steps and not tensors:
+            raise ValueError("no moments at all")
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            keys = ("step", "exp_avg", "exp_avg_sq")
-            found = {k: tensors[f"{name}|{k}"] for k in keys if f"{name}|{k}" in tensors}
-            if found:
-                self.adam.state[parameter] = found
+            if tensors:
+                self.adam.state[parameter] = {k: tensors[f"{name}|{k}"] for k in keys}
         self.steps, self.skipped = steps, skipped

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data.example import load
+from lockstep.data.example import fingerprint, load
 from lockstep.data.spec import DataSpec
 from lockstep.data.stream import PromptStream
 from lockstep.data.tokenize import EncodedPrompt, encode_all
@@ -25,10 +25,12 @@ from lockstep.models.gguf import fetch_smollm2
 from lockstep.models.spec import ModelSpec
 from lockstep.models.tiny import make_tiny
 from lockstep.models.tokenizer import load_tokenizer, stop_ids
+from lockstep.nn.kv_scales import AmaxCollector, KVScales
 from lockstep.numerics.flow import Flow, FlowPair, build_flows
 from lockstep.rollout.engine import EmbeddedEngine
 from lockstep.rollout.spec import RolloutSpec
 from lockstep.rollout.types import SamplingParams
+from lockstep.trainer.microbatch import prompt_context
 from lockstep.trainer.spec import ModelSource, RunSpec
 
 
@@ -45,6 +47,22 @@ class Parts:
     stop_ids: tuple[int, ...]
     stream: PromptStream[EncodedPrompt]
     dropped_prompts: int
+
+    def calibrate(self, start: int, version: int) -> KVScales:
+        """KV scales from the prompts of the step that begins at ordinal `start`, with headroom. The trainer's decoder must
+        hold the weights they are for."""
+        flow, prompts = self.spec.flow, self.stream.take(start, self.spec.rollout.prompts_per_step)
+        collector = AmaxCollector(self.model_spec.num_layers, self.model_spec.num_kv_heads)
+        with torch.no_grad():
+            for prompt in prompts:
+                self.decoder.hidden(
+                    *prompt_context([prompt.ids], self.group, self.decoder.kernels, collector)
+                )
+        return collector.scales(headroom=flow.kv_headroom, kind=flow.scale, version=version)
+
+    def fingerprint(self) -> str:
+        """Of the training data."""
+        return fingerprint([p.example for p in self.stream.examples])
 
     @property
     def group(self) -> int:
