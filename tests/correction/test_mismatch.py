@@ -75,7 +75,7 @@ def test_the_weight_is_truncated_and_detached() -> None:
     trainer = torch.tensor([-1.0, -1.0, -5.0, -0.5], requires_grad=True)
     rollout = torch.tensor([-1.0, -3.0, -1.0, -0.7])
     weight = truncated_weight(trainer, rollout, 2.0)
-    assert not weight.requires_grad, "CASES 39: the weight carries no gradient"
+    assert not weight.requires_grad, "field failure 39: the weight carries no gradient"
     expected = [1.0, 2.0, math.exp(-4.0), math.exp(0.2)]
     assert torch.allclose(weight, torch.tensor(expected))
     assert weight[0] == 1.0 and weight[1] == 2.0

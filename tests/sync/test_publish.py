@@ -111,7 +111,9 @@ def test_equal_weights_have_equal_digests_and_only_they(make_publisher: MakePubl
     assert one.publish(1).digest == two.publish(4).digest, "the version is not part of the weights"
     nudge(two, "model.layers.1.post_attention_layernorm.weight")
     assert one.publish(2).digest != two.publish(5).digest
-    assert make_publisher(FlowSpec("fp8", scale="pow2")).publish(1).digest != one.engine.digest(), "CASES 13"
+    assert make_publisher(FlowSpec("fp8", scale="pow2")).publish(1).digest != one.engine.digest(), (
+        "field failure 13"
+    )
 
 
 def test_a_bias_is_part_of_the_digest(make_publisher: MakePublisher) -> None:

@@ -1,4 +1,4 @@
-"""A resumed run equals an uninterrupted one: weights, metrics, samples and receipts, bit for bit (CASES 65, 26)."""
+"""A resumed run equals an uninterrupted one: weights, metrics, samples and receipts, bit for bit (field failure 65, 26)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door that every sample has to pass (CASES 44): what breaks the contract is dropped and counted, never filled in."""
+"""The door that every sample has to pass (field failure 44): what breaks the contract is dropped and counted, never filled in."""
 
 from __future__ import annotations
 

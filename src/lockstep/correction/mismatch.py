@@ -40,7 +40,9 @@ class Mismatch:
 
     def metrics(self) -> dict[str, float]:
         """Under our names and those that users of NeMo RL and verl know."""
-        n = max(self.tokens, 1)
+        n = self.tokens
+        if n == 0:
+            return {"mismatch/tokens": 0.0}
         return {
             "mismatch/max_abs_dlogp": self.max_abs,
             "mismatch/mean_abs_dlogp": self.sum_abs / n,

@@ -1,6 +1,6 @@
 """Embedding and output head: BF16 working copies, FP32 logits, and log-probabilities that never hold a batch's logits.
 
-A tied head is the embedding's own module, so there is one master, one working copy and one gradient (CASES 68).
+A tied head is the embedding's own module, so there is one master, one working copy and one gradient (field failure 68).
 The training function walks over rows in chunks, keeps the log-normalizer and recomputes logits in the backward pass; it and
 the engine's sampler take log-probabilities from the same two kernels, `logits` and `log_normalizer`.
 """
@@ -40,7 +40,7 @@ class Table(Working):
     def log_probs(self, h_TK: Tensor, targets_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probability of each target, entropy of each distribution) [T] FP32, differentiable.
 
-        The distribution is the one sampled from: `temperature_T` travels with the sample (CASES 36).
+        The distribution is the one sampled from: `temperature_T` travels with the sample (field failure 36).
         """
         return _LogProbs.apply(h_TK, self.weight, targets_T, temperature_T, self)  # type: ignore[no-any-return]
 

@@ -1,6 +1,6 @@
 """FP8 scales of keys and values: one for each layer and KV head, the same on both sides of a run.
 
-Calibrated from absolute maxima on real prompts, with headroom, never from percentiles (CASES 29, 35): an outlier that
+Calibrated from absolute maxima on real prompts, with headroom, never from percentiles (field failure 29, 35): an outlier that
 saturates changes attention by more than a coarser step does.
 """
 

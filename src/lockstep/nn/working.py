@@ -1,7 +1,7 @@
 """Master weights and their working copies.
 
 The optimizer moves FP32 masters. The forward pass never reads a master: it reads the *working copy*, made once a weight
-version from one source, the BF16 rounding of the master (two sources change 2 % of the codes, FACTS: CASES 14). So trainer,
+version from one source, the BF16 rounding of the master (two sources change 2 % of the codes, field failure 14). So trainer,
 engine and an exported BF16 checkpoint all derive from the same numbers.
 
 Next: `linear.py`, where the working copy is FP8 codes.

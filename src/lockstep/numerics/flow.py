@@ -141,7 +141,7 @@ class FlowPair:
 def build_flows(spec: FlowSpec, num_layers: int) -> FlowPair:
     """The two flows a spec names, for a model of `num_layers` decoder layers.
 
-    Raises ValueError when more layers are kept in BF16 than there are.
+    Raises ValueError for an unknown name, and when more layers are kept in BF16 than there are.
     """
     if spec.keep_first_bf16 + spec.keep_last_bf16 > num_layers:
         kept = spec.keep_first_bf16 + spec.keep_last_bf16
@@ -156,4 +156,6 @@ def build_flows(spec: FlowSpec, num_layers: int) -> FlowPair:
         return FlowPair(fp8, fp8)
     if spec.name == "bf16":
         return FlowPair(bf16, bf16)
-    return FlowPair(bf16_flow(scale=spec.scale), fp8)
+    if spec.name == "fp8-rollout":
+        return FlowPair(bf16_flow(scale=spec.scale), fp8)
+    raise ValueError(f"unknown flow {spec.name!r}: fp8, bf16 and fp8-rollout are known")

@@ -1,6 +1,6 @@
 """What goes into an engine and what comes out: token ids in, token ids and their FP32 log-probabilities out.
 
-Text is a view; nothing that was sampled is tokenized again (CASES 59).
+Text is a view; nothing that was sampled is tokenized again (field failure 59).
 """
 
 from __future__ import annotations

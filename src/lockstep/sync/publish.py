@@ -9,6 +9,8 @@ Next: `receipt.py`, then `../nn/linear.py` and `../numerics/quantize.py`, where 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lockstep.errors import ContractError
 from lockstep.models.decoder import Decoder
 from lockstep.nn.kv_scales import KVScales
@@ -28,8 +30,15 @@ class Publisher:
         """Both sides use the same codes."""
         return self.engine.decoder is self.trainer
 
-    def publish(self, version: int, *, scales: KVScales | None = None, must_change: bool = False) -> Receipt:
-        """Makes `version` current on both sides and returns the receipt of what the engine now holds.
+    def publish(
+        self,
+        version: int,
+        *,
+        scales: KVScales | Callable[[], KVScales] | None = None,
+        must_change: bool = False,
+    ) -> Receipt:
+        """Makes `version` current on both sides and returns the receipt of what the engine now holds. `scales` are the KV
+        scales to take into use, or what calibrates them under the new weights.
 
         Raises ContractError when a weight is not finite, when the engine's tensors aren't the trainer's, when nothing
         changed that should have, or when the engine echoes other KV scales than it was given.
@@ -40,6 +49,7 @@ class Publisher:
                 refreshed = self.engine.decoder.refresh(version)
         except ValueError as error:
             raise ContractError(f"publication v{version}: {error}") from error
+        scales = scales() if callable(scales) else scales
         if scales is not None and self.engine.set_kv_scales(scales) != scales.version:
             raise ContractError(
                 f"publication v{version}: the engine does not use KV scales v{scales.version}"

@@ -83,7 +83,7 @@ class AuditReport:
 
 
 class PerTensorActivation(ReferenceKernels):
-    """A planted violation: one scale for a whole activation tensor, so a row depends on its batch (CASES 51)."""
+    """A planted violation: one scale for a whole activation tensor, so a row depends on its batch (field failure 51)."""
 
     def quantize_rows(self, x_TK: Tensor, operand: Operand) -> Quantized:
         """1x128 codes under the scale of the largest group."""
@@ -94,7 +94,7 @@ class PerTensorActivation(ReferenceKernels):
 
 
 class SplitK(ReferenceKernels):
-    """A planted violation: few rows are summed in two halves of K, as libraries do to fill a chip (FACTS: cuBLASLt)."""
+    """A planted violation: few rows are summed in two halves of K, as libraries do to fill a chip (cuBLASLt at M <= 32)."""
 
     def linear(self, x_TK: Quantized | Tensor, weight: PackedWeight) -> Tensor:
         """A product whose order of summation changes with the number of rows."""

@@ -23,7 +23,8 @@ from lockstep.nn.kv_scales import KVScales
 from lockstep.trainer.optimizer import Optimizer
 
 FREE_SECTIONS = ("run_dir", "observe", "checkpoint", "update.steps")
-"""Configuration that may differ between a checkpoint and the run that goes on from it."""
+"""Configuration that may differ between a checkpoint and the run that goes on from it; the number of steps only under a
+constant learning rate, since schedules are stretched over it."""
 
 
 @dataclass
@@ -142,11 +143,11 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _check_config(path: Path, then: dict[str, Any], now: dict[str, Any]) -> None:
     old, new = _flatten(then), _flatten(now)
+    free = FREE_SECTIONS if old.get("optim.schedule") == "constant" else FREE_SECTIONS[:-1]
     changed = sorted(
         key
         for key in old.keys() | new.keys()
-        if old.get(key) != new.get(key)
-        and not any(key == f or key.startswith(f"{f}.") for f in FREE_SECTIONS)
+        if old.get(key) != new.get(key) and not any(key == f or key.startswith(f"{f}.") for f in free)
     )
     if changed:
         key = next((k for k in changed if k != "data_fingerprint"), "data_fingerprint")

@@ -106,6 +106,8 @@ class Trainer:
             samples, metrics = self.sample()
         with self.timer.phase("train"):
             metrics |= self.updater.update(samples, self.scales)
+            if self.updater.warning:
+                self.logger.note(self.updater.warning)
         with self.timer.phase("publish"):
             self.progress.step += 1
             metrics |= self.publish(
@@ -125,7 +127,7 @@ class Trainer:
         rounds = groups = 0
         while groups < wanted and rounds < (MAX_SAMPLING_ROUNDS if self.recipe.dynamic_sampling else 1):
             drawn, metrics_round = self.rollout_and_score(wanted)
-            metrics = metrics or metrics_round
+            metrics = add_counts(metrics, metrics_round) if metrics else metrics_round
             rewards = torch.tensor([s.reward for s in drawn])
             group = torch.tensor([s.group for s in drawn], dtype=torch.long)
             keep = torch.ones(len(drawn), dtype=torch.bool)
@@ -172,7 +174,7 @@ class Trainer:
         )
 
     def set_advantages(self, samples: list[Sample]) -> None:
-        """Advantages of the samples that will be trained on; whatever was rejected is already gone (CASES 41)."""
+        """Advantages of the samples that will be trained on; whatever was rejected is already gone (field failure 41)."""
         if not samples:
             return
         rewards = torch.tensor([s.reward for s in samples])
@@ -190,11 +192,7 @@ class Trainer:
     def publish(self, *, must_change: bool) -> dict[str, float]:
         """Makes the next weight version current on both sides; calibrates KV scales before the first rollout."""
         self.progress.version += 1
-        scales = None
-        if self.parts.flows.rollout.kv_fp8 and self.scales is None:
-            self.parts.decoder.refresh(self.progress.version)
-            self.progress.scale_version += 1
-            scales = self.scales = self.parts.calibrate(self.progress.ordinal, self.progress.scale_version)
+        scales = self.calibrate if self.parts.flows.rollout.kv_fp8 and self.scales is None else None
         self.receipt = self.publisher.publish(self.progress.version, scales=scales, must_change=must_change)
         self.logger.receipt(self.progress.step, self.receipt.to_dict())
         return {
@@ -204,6 +202,12 @@ class Trainer:
             "sync/changed_codes_pct": self.receipt.changed_pct,
             "sync/max_rel_err": self.receipt.max_rel_err,
         }
+
+    def calibrate(self) -> KVScales:
+        """KV scales from the first step's real prompts."""
+        self.progress.scale_version += 1
+        self.scales = self.parts.calibrate(self.progress.ordinal, self.progress.scale_version)
+        return self.scales
 
     def evaluate(self) -> dict[str, float]:
         """Held-out metrics, on the steps that have an evaluation."""
@@ -324,6 +328,13 @@ def score(rewards: Rewards, samples: list[Sample]) -> dict[str, float]:
         sample.reward = batch.total[i]
         sample.parts = {name: part[i] for name, part in batch.parts.items()}
     return dict(batch.metrics)
+
+
+def add_counts(first: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    """The first draw's metrics with the counts of another added: means stay those of an unselected batch."""
+    counted = ("data/dropped_", "rewards/timeouts", "rewards/crashes", "rewards/errors", "rewards/unscored")
+    names = [n for n in first.keys() | more.keys() if n.startswith(counted)]
+    return first | {n: first.get(n, 0.0) + more.get(n, 0.0) for n in names}
 
 
 def completion_metrics(completions: list[Completion], samples_per_prompt: int) -> dict[str, float]:

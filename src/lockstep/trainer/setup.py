@@ -97,6 +97,7 @@ def make_parts(spec: RunSpec, *, progress: Callable[[int, int], None] | None = N
         detokenize=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
         progress=progress,
     )
+    check_cache(engine, longest, spec)
     ends = stop_ids(model_path, tokenizer, model_spec)
     return Parts(spec, model_spec, tokenizer, flows, decoder, engine, tuple(ends), stream, dropped)
 
@@ -155,6 +156,17 @@ def check_lengths(model: ModelSpec, longest_prompt: int, new_tokens: int) -> Non
             where="rollout.max_new_tokens",
             why=f"the model has {model.max_position} positions",
             fix="lower rollout.max_new_tokens or data.max_prompt_tokens",
+        )
+
+
+def check_cache(engine: EmbeddedEngine, longest_prompt: int, spec: RunSpec) -> None:
+    """Refuses a KV cache that the longest possible sample doesn't fit into."""
+    cache, longest = engine.cache, longest_prompt + spec.rollout.max_new_tokens
+    if cache.pages_for(longest) > cache.num_pages:
+        raise CapacityError(
+            f"a sample may have {longest} tokens, the KV cache holds {cache.num_pages * cache.page_size}",
+            where="rollout.cache_tokens",
+            fix=f"raise it to at least {cache.pages_for(longest) * cache.page_size}",
         )
 
 

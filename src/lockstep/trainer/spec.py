@@ -206,5 +206,9 @@ class RunSpec:
                 "rollout.top_p, top_k and min_p must be 1, 0 and 0 in training: ratios of a truncated sample against "
                 "the full softmax are off by the kept mass; use them under eval"
             )
+        if self.update.steps and r.samples_per_prompt < 2:
+            raise ValueError(
+                "rollout.samples_per_prompt must be at least 2 in training: an advantage compares samples of a prompt"
+            )
         if self.update.steps and r.temperature == 0:
             raise ValueError("rollout.temperature is 0: greedy samples have no log-probability to learn from")

@@ -31,13 +31,15 @@ from lockstep.trainer.setup import Parts
 
 
 class Updater:
-    """Turns samples into optimizer steps. `moved` says whether the last update had a gradient to follow."""
+    """Turns samples into optimizer steps. `moved` says whether the last update had a gradient to follow,
+    `warning` that its mismatch was beyond the tolerance."""
 
     def __init__(self, parts: Parts, recipe: Recipe, optimizer: Optimizer) -> None:
         self.parts, self.recipe, self.optimizer = parts, recipe, optimizer
         self.spec = parts.spec.update
         self.reference: Decoder | None = None
         self.moved = False
+        self.warning = ""
         mismatch = parts.spec.mismatch
         unified = parts.flows.unified
         self.action = (
@@ -198,8 +200,15 @@ class Updater:
             sample.max_abs_dlogp = float(difference[micro.sample_N == i].max())
 
     def judge(self, mismatch: Mismatch) -> None:
-        """Stops the run when it promised equality, or a band, and the first forward says otherwise."""
-        if self.action == "stop" and not mismatch.max_abs <= self.tolerance:
+        """Stops the run, or warns, when it promised equality, or a band, and the first forward says otherwise."""
+        self.warning = ""
+        if mismatch.max_abs <= self.tolerance:
+            return
+        if self.action == "warn":
+            self.warning = (
+                f"max |delta logp| {mismatch.max_abs:.3e} exceeds mismatch.tolerance {self.tolerance:g}"
+            )
+        if self.action == "stop":
             raise ContractError(
                 f"rollout and trainer disagree: max |delta logp| {mismatch.max_abs:.3e} over {mismatch.tokens} tokens "
                 f"({mismatch.tokens - mismatch.exact} differ), allowed is {self.tolerance:g}; "
