@@ -189,7 +189,7 @@ def test_an_absent_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
         raise ImportError(name)
 
     monkeypatch.setattr(ours.importlib, "import_module", absent)
-    with pytest.raises(UserError, match=r"lockstep\[gguf\]"):
+    with pytest.raises(UserError, match=r"lockstep-rl\[gguf\]"):
         ours.import_gguf(tmp_path / "m.gguf", tmp_path / "m")
 
 

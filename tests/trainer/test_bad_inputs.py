@@ -129,13 +129,6 @@ BAD: dict[str, tuple[Callable[[Tree, Path], None], str, str]] = {
         "capacity",
         "1024 positions",
     ),
-    "micro-batch too small": (put("update.max_tokens_per_microbatch", 8), "capacity", "raise it to at least"),
-}
-LATE: dict[str, tuple[Callable[[Tree, Path], None], str, str]] = {
-    "reward of the wrong length": (reward("FILE:short"), "reward", "returned 11 scores for 12 completions"),
-    "reward that raises": (reward("FILE:broken"), "reward", "raised KeyError: 'no such thing'"),
-    "reward that is no number": (reward("FILE:nan"), "reward", "sample 0: nan"),
-    "reward without its option": (reward("length"), "reward", "needs the column 'soft'"),
     "cache too small": (
         put(
             "rollout",
@@ -148,8 +141,15 @@ LATE: dict[str, tuple[Callable[[Tree, Path], None], str, str]] = {
             },
         ),
         "capacity",
-        "it needs 3 pages of 4 tokens, the KV cache has 2",
+        "a sample may have 10 tokens, the KV cache holds 8 -> raise it to at least 12",
     ),
+    "micro-batch too small": (put("update.max_tokens_per_microbatch", 8), "capacity", "raise it to at least"),
+}
+LATE: dict[str, tuple[Callable[[Tree, Path], None], str, str]] = {
+    "reward of the wrong length": (reward("FILE:short"), "reward", "returned 11 scores for 12 completions"),
+    "reward that raises": (reward("FILE:broken"), "reward", "raised KeyError: 'no such thing'"),
+    "reward that is no number": (reward("FILE:nan"), "reward", "sample 0: nan"),
+    "reward without its option": (reward("length"), "reward", "needs the column 'soft'"),
 }
 
 

@@ -188,11 +188,6 @@ def test_no_reward_at_all_moves_nothing(make_spec: MakeSpec, train: Train) -> No
     assert metrics[0]["rewards/unscored"] == 12 and metrics[0]["optim/applied_steps"] == 0
 
 
-@pytest.mark.xfail(
-    reason="equal rewards give gradients of zero, so nothing changes, and publication takes that for a fault",
-    strict=True,
-    raises=ContractError,
-)
 def test_equal_rewards_are_no_fault(make_spec: MakeSpec, train: Train) -> None:
     """A model that solves nothing yet gets rewards of 0 in its first step: there is nothing to learn, and no error."""
     _, metrics = train(make_spec(reward="zero", update=UpdateSpec(2)))

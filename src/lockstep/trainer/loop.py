@@ -110,9 +110,7 @@ class Trainer:
                 self.logger.note(self.updater.warning)
         with self.timer.phase("publish"):
             self.progress.step += 1
-            metrics |= self.publish(
-                must_change=metrics["optim/applied_steps"] > 0 and metrics["optim/lr"] > 0
-            )
+            metrics |= self.publish(must_change=self.updater.moved)
         metrics |= self.evaluate()
         self.log(metrics, samples)
         if self.spec.checkpoint.every and self.progress.step % self.spec.checkpoint.every == 0:
