@@ -296,12 +296,13 @@ class Trainer:
         return {**asdict(self.spec), "data_fingerprint": self.parts.fingerprint()}
 
     def export(self) -> None:
-        """The trained weights as a Hugging Face checkpoint: the BF16 rounding that every working copy comes from."""
-        tensors = ((n, p.detach().bfloat16()) for n, p in self.parts.decoder.named_parameters())
+        """The trained weights as a Hugging Face checkpoint."""
+        dtype = getattr(torch, self.spec.checkpoint.export_dtype)
         save(
             self.run_dir / "model",
             self.parts.model_spec,
-            tensors,
+            self.parts.decoder.named_parameters(),
+            dtype=dtype,
             tokenizer=self.parts.tokenizer,
             overwrite=True,
         )

@@ -167,7 +167,9 @@ class CheckpointSpec:
     keep: int = 2
     """Newest full states kept."""
     export_hf: bool = True
-    """Write the trained weights as a Hugging Face checkpoint (BF16) at the end."""
+    """Write the trained weights as a Hugging Face checkpoint at the end."""
+    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the exported weights. `float32` keeps the masters, from which the very same FP8 codes can be made again."""
 
 
 @dataclass(frozen=True)
