@@ -101,14 +101,11 @@ def test_a_request_that_never_fits_is_refused_and_the_engine_goes_on(make_decode
 
 def test_order_progress_and_nothing_to_do(make_decoder: MakeDecoder) -> None:
     seen: list[tuple[int, int]] = []
-    engine = EmbeddedEngine(
-        make_decoder(),
-        RolloutSpec(max_running=2),
-        cache_tokens=512,
-        progress=lambda a, b: seen.append((a, b)),
-    )
+    engine = EmbeddedEngine(make_decoder(), RolloutSpec(max_running=2), cache_tokens=512)
     requests = [Request(PROMPT, 7, 2, SamplingParams(9)), Request(PROMPT[:2], 3, 3, SamplingParams(2))]
-    done = engine.generate(requests, seed=0, step=0, expected_version=1)
+    done = engine.generate(
+        requests, seed=0, step=0, expected_version=1, progress=lambda a, b: seen.append((a, b))
+    )
     assert [(c.prompt_index, c.sample_index) for c in done] == [(7, 0), (7, 1), (3, 0), (3, 1), (3, 2)]
     assert seen[-1] == (5, 5) and seen == sorted(seen)
     assert engine.generate([], seed=0, step=0, expected_version=1) == []

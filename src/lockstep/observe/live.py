@@ -75,6 +75,9 @@ class Live(Protocol):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show one step."""
 
+    def busy(self, text: str) -> None:
+        """Say what is going on within a step; only a table has a place for it."""
+
     def note(self, text: str) -> None:
         """Show a remark."""
 
@@ -112,6 +115,9 @@ class OffView:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Nothing."""
 
+    def busy(self, text: str) -> None:
+        """Nothing is shown."""
+
     def note(self, text: str) -> None:
         """Nothing."""
 
@@ -137,6 +143,9 @@ class PlainView:
             self._line(["step", *(column.title for column in COLUMNS), "ETA"])
         self._lines += 1
         self._line(cells(step, metrics, self._clock.left(step, metrics)))
+
+    def busy(self, text: str) -> None:
+        """Lines are for finished steps."""
 
     def note(self, text: str) -> None:
         """Print the remark as a line of its own."""
@@ -165,16 +174,26 @@ class TableView:
         self._console = Console(file=stream)
         self._live = RichLive(console=self._console, auto_refresh=False)
         self._started = False
+        self._step, self._busy = 0, ""
+
+    def busy(self, text: str) -> None:
+        """Show the text below the table."""
+        self._busy = text
+        self._redraw()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Redraw with this step as the last row."""
         texts = cells(step, metrics, self._clock.left(step, metrics))
         styles = ["bold", *(_style(column, column.value(metrics)) for column in COLUMNS), "dim"]
         self._rows.append(list(zip(texts, styles, strict=True)))
+        self._step, self._busy = step, ""
+        self._redraw()
+
+    def _redraw(self) -> None:
         if not self._started:
             self._live.start()
             self._started = True
-        self._live.update(self._table(step), refresh=True)
+        self._live.update(self._table(self._step), refresh=True)
 
     def _table(self, step: int) -> Any:
         from rich import box
@@ -185,6 +204,8 @@ class TableView:
             title=Text(f"{self._title}  step {step} of {self._total}"),
             title_style="bold",
             title_justify="left",
+            caption=self._busy,
+            caption_justify="left",
             box=box.SIMPLE_HEAD,
         )
         for heading in ("step", *(column.title for column in COLUMNS), "ETA"):

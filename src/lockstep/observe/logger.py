@@ -85,6 +85,10 @@ class RunLogger:
         that a resumed run publishes again have theirs already."""
         self._receipts.write(step, receipt)
 
+    def busy(self, done: int, total: int, what: str = "rollout") -> None:
+        """What is going on within a step, where the live view has a place for it."""
+        self._live.busy(f"{what} {done}/{total}")
+
     def note(self, text: str) -> None:
         """A one-off remark: shown now, kept with the time in notes.jsonl, and in the report."""
         self._notes.append(self._metrics.last_step or 0, [{"time": round(time.time(), 3), "text": text}])

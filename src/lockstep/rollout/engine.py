@@ -23,7 +23,7 @@ from lockstep.rollout.sampler import draw
 from lockstep.rollout.scheduler import Scheduler
 from lockstep.rollout.sequence import Sequence
 from lockstep.rollout.spec import RolloutSpec
-from lockstep.rollout.types import Completion, FinishReason, Request
+from lockstep.rollout.types import Completion, FinishReason, Progress, Request
 
 
 class EmbeddedEngine:
@@ -39,10 +39,9 @@ class EmbeddedEngine:
         *,
         cache_tokens: int,
         detokenize: Callable[[list[int]], str] | None = None,
-        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.decoder, self.spec = decoder, spec
-        self.detokenize, self.progress = detokenize, progress
+        self.detokenize = detokenize
         device = next(decoder.parameters()).device
         self.cache = PagedCache(
             decoder.spec, decoder.flow, tokens=cache_tokens, page_size=spec.page_size, device=device
@@ -72,7 +71,13 @@ class EmbeddedEngine:
         return self.decoder.digest()
 
     def generate(
-        self, requests: Sequences[Request], *, seed: int, step: int, expected_version: int
+        self,
+        requests: Sequences[Request],
+        *,
+        seed: int,
+        step: int,
+        expected_version: int,
+        progress: Progress | None = None,
     ) -> list[Completion]:
         """See `rollout.types.Engine.generate`."""
         if self.version != expected_version:
@@ -86,8 +91,8 @@ class EmbeddedEngine:
         finished = 0
         while not scheduler.done:
             finished += self._step(scheduler, seed, step)
-            if self.progress is not None:
-                self.progress(finished, len(sequences))
+            if progress is not None:
+                progress(finished, len(sequences))
         self.preemptions += scheduler.preemptions
         assert self.cache.free_pages == self.cache.num_pages, "pages leaked"
         return [s.completion(self.version, self.scale_version) for s in sequences]

@@ -5,11 +5,13 @@ Text is a view; nothing that was sampled is tokenized again (field failure 59).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length"]
+Progress = Callable[[int, int], None]
+"""Called with the number of finished samples and of all."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,15 @@ class Engine(Protocol):
         """Version of its KV scales; 0 without FP8 KV."""
 
     def generate(
-        self, requests: Sequence[Request], *, seed: int, step: int, expected_version: int
+        self,
+        requests: Sequence[Request],
+        *,
+        seed: int,
+        step: int,
+        expected_version: int,
+        progress: Progress | None = None,
     ) -> list[Completion]:
-        """All completions, ordered by request and sample.
+        """All completions, ordered by request and sample. `progress` hears of finished samples.
 
         Raises ContractError when the engine's weights are not `expected_version`, CapacityError when a request can
         never fit.

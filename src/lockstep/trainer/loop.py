@@ -168,7 +168,11 @@ class Trainer:
         samples = self.spec.rollout.samples_per_prompt
         requests = [Request(p.ids, start + i, samples, params) for i, p in enumerate(prompts)]
         return self.parts.engine.generate(
-            requests, seed=self.spec.seed, step=self.progress.step, expected_version=self.progress.version
+            requests,
+            seed=self.spec.seed,
+            step=self.progress.step,
+            expected_version=self.progress.version,
+            progress=self.logger.busy,
         )
 
     def set_advantages(self, samples: list[Sample]) -> None:

@@ -6,7 +6,6 @@ Next: `loop.py`, which puts them to work.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ class Parts:
         return self.model_spec.num_heads // self.model_spec.num_kv_heads
 
 
-def make_parts(spec: RunSpec, *, progress: Callable[[int, int], None] | None = None) -> Parts:
+def make_parts(spec: RunSpec) -> Parts:
     """Loads and checks everything a run needs."""
     model_path = prepare_model(spec.model)
     model_spec = load_config(model_path)
@@ -95,7 +94,6 @@ def make_parts(spec: RunSpec, *, progress: Callable[[int, int], None] | None = N
         spec.rollout,
         cache_tokens=cache_tokens(spec.rollout, model_spec, flows.rollout, longest, spec.eval.max_new_tokens),
         detokenize=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-        progress=progress,
     )
     check_cache(engine, longest, spec)
     ends = stop_ids(model_path, tokenizer, model_spec)

@@ -54,7 +54,7 @@ class Updater:
             return
         decoder, path = self.parts.decoder, run_dir / "reference.safetensors"
         if self.optimizer.steps == 0:
-            save_file({n: p.detach().bfloat16() for n, p in decoder.named_parameters()}, path)
+            save_file({n: p.detach().contiguous() for n, p in decoder.named_parameters()}, path)
         elif not path.is_file():
             raise CheckpointError("the reference policy is missing", where=str(path), fix="start anew")
         self.reference = Decoder(decoder.spec, decoder.flow, decoder.kernels)
