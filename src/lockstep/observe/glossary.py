@@ -139,7 +139,7 @@ _POLICY = {
     "policy/clip_fraction_high": _m("Tokens clipped at the upper bound.", "share"),
 }
 _SYNC = {
-    "sync/version": _m("Version of the weights that sampled this step.", "count"),
+    "sync/version": _m("Version of the weights published at the end of the step.", "count"),
     "sync/changed_codes_pct": _m("FP8 codes of the weights that the last optimizer step changed.", "%"),
     "sync/max_rel_err": _m("Largest relative error of a published tensor against its BF16 source.", "ratio"),
     "sync/tensors": _m("Tensors published.", "count"),
