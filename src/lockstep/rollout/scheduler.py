@@ -52,7 +52,7 @@ class Scheduler:
                 why=f"it needs {needed} pages of {size} tokens, the KV cache has {self.cache.num_pages}",
                 fix=f"set rollout.cache_tokens to at least {needed * size}, or shorten prompts or max_new_tokens",
             )
-        group = Group(request, len(self.groups), request.samples)
+        group = Group(request, request.samples)
         self.groups.append(group)
         added = [Sequence(group, i, list(request.prompt_ids)) for i in range(request.samples)]
         self.waiting.extend(added)

@@ -15,7 +15,6 @@ class Group:
     `hidden` [K] is its last hidden state, from which every sample draws its first token."""
 
     request: Request
-    order: int
     waiting: int
     leader: Sequence | None = None
     pages: list[int] | None = None

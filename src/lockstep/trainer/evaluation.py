@@ -6,6 +6,7 @@ from lockstep.errors import ConfigError
 from lockstep.rewards.evaluate import Rewards
 from lockstep.rollout.types import Completion, Request
 from lockstep.trainer.sample import Sample
+from lockstep.trainer.scoring import score
 from lockstep.trainer.setup import Parts, check_lengths, load_prompts, sampling_params
 
 EVAL_SEED = 0x5EED
@@ -51,8 +52,6 @@ class Evaluator:
         return self.parts.engine.generate(requests, seed=seed, step=step, expected_version=version)
 
     def _score(self, completions: list[Completion]) -> list[Sample]:
-        from lockstep.trainer.loop import score
-
         decode = self.parts.tokenizer.decode
         samples = [
             Sample(

@@ -22,9 +22,8 @@ from lockstep.algorithms import (
     overlong_penalty,
     resolve,
 )
-from lockstep.data.example import batch_columns
 from lockstep.data.tokenize import EncodedPrompt
-from lockstep.errors import CheckpointError, DataError
+from lockstep.errors import CheckpointError
 from lockstep.models.checkpoint import save
 from lockstep.nn.kv_scales import KVScales
 from lockstep.observe.logger import RunLogger
@@ -38,6 +37,7 @@ from lockstep.trainer.checkpoint import Progress, list_checkpoints, load_checkpo
 from lockstep.trainer.evaluation import Evaluator
 from lockstep.trainer.optimizer import Optimizer
 from lockstep.trainer.sample import Sample, admit
+from lockstep.trainer.scoring import add_counts, completion_metrics, reward_metrics, score
 from lockstep.trainer.setup import Parts, sampling_params
 from lockstep.trainer.update import Updater
 from lockstep.trainer.warm_start import warm_start
@@ -90,6 +90,10 @@ class Trainer:
 
     def begin(self) -> None:
         """What comes before the first step: warm start, KV calibration, version 1, evaluation."""
+        if self.parts.dropped_prompts:
+            self.logger.note(
+                f"{self.parts.dropped_prompts} prompts longer than data.max_prompt_tokens are left out"
+            )
         warm_start(self.parts, self.logger)
         self.publish(must_change=False)
         self.updater.keep_reference(self.run_dir)
@@ -156,7 +160,7 @@ class Trainer:
         ]
         metrics |= score(self.rewards, samples)
         scored = [s for s in samples if s.reward is not None]
-        metrics |= completion_metrics(completions, self.spec.rollout.samples_per_prompt)
+        metrics |= completion_metrics(completions)
         metrics |= reward_metrics(scored)
         metrics["data/epoch"] = self.progress.ordinal / self.parts.stream.epoch_size
         self.progress.tokens += sum(len(c.prompt_ids) + len(c.token_ids) for c in completions)
@@ -310,63 +314,3 @@ class Trainer:
             tokenizer=self.parts.tokenizer,
             overwrite=True,
         )
-
-
-def score(rewards: Rewards, samples: list[Sample]) -> dict[str, float]:
-    """Fills in rewards and their parts."""
-    if not samples:
-        raise DataError(
-            "no completion of this step kept the sample contract", fix="see data/dropped_* in metrics.jsonl"
-        )
-    batch = rewards.score(
-        [s.example.prompt for s in samples],
-        [
-            [{"role": "assistant", "content": s.text}] if isinstance(s.example.prompt, list) else s.text
-            for s in samples
-        ],
-        [s.completion.token_ids for s in samples],
-        batch_columns(s.example for s in samples),
-    )
-    for i, sample in enumerate(samples):
-        sample.reward = batch.total[i]
-        sample.parts = {name: part[i] for name, part in batch.parts.items()}
-    return dict(batch.metrics)
-
-
-def add_counts(first: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """The first draw's metrics with the counts of another added: means stay those of an unselected batch."""
-    counted = ("data/dropped_", "rewards/timeouts", "rewards/crashes", "rewards/errors", "rewards/unscored")
-    names = [n for n in first.keys() | more.keys() if n.startswith(counted)]
-    return first | {n: first.get(n, 0.0) + more.get(n, 0.0) for n in names}
-
-
-def completion_metrics(completions: list[Completion], samples_per_prompt: int) -> dict[str, float]:
-    """Lengths under TRL's names."""
-    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float64)
-    clipped = torch.tensor([c.finish_reason == "length" for c in completions])
-    metrics = {
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(clipped.double().mean()),
-    }
-    if not bool(clipped.all()):
-        metrics["completions/mean_terminated_length"] = float(lengths[~clipped].mean())
-    return metrics
-
-
-def reward_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Mean reward, its spread within groups, and the share of groups that teach nothing."""
-    groups: dict[int, list[float]] = {}
-    for sample in samples:
-        assert sample.reward is not None
-        groups.setdefault(sample.group, []).append(sample.reward)
-    if not groups:
-        return {}
-    spreads = [float(torch.tensor(r, dtype=torch.float64).std()) for r in groups.values() if len(r) > 1]
-    values = [r for rewards in groups.values() for r in rewards]
-    return {
-        "reward": sum(values) / len(values),
-        "reward_std": sum(spreads) / max(len(spreads), 1),
-        "frac_reward_zero_std": sum(s == 0 for s in spreads) / max(len(spreads), 1),
-    }

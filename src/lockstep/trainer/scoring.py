@@ -1,0 +1,73 @@
+"""Rewards onto samples, and what a step's completions and rewards look like under TRL's metric names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.data.example import batch_columns
+from lockstep.errors import DataError
+from lockstep.rewards.evaluate import Rewards
+from lockstep.rollout.types import Completion
+from lockstep.trainer.sample import Sample
+
+
+def score(rewards: Rewards, samples: Sequence[Sample]) -> dict[str, float]:
+    """Fills in rewards and their parts."""
+    if not samples:
+        raise DataError(
+            "no completion of this step kept the sample contract", fix="see data/dropped_* in metrics.jsonl"
+        )
+    batch = rewards.score(
+        [s.example.prompt for s in samples],
+        [
+            [{"role": "assistant", "content": s.text}] if isinstance(s.example.prompt, list) else s.text
+            for s in samples
+        ],
+        [s.completion.token_ids for s in samples],
+        batch_columns(s.example for s in samples),
+    )
+    for i, sample in enumerate(samples):
+        sample.reward = batch.total[i]
+        sample.parts = {name: part[i] for name, part in batch.parts.items()}
+    return dict(batch.metrics)
+
+
+def add_counts(first: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    """The first draw's metrics with the counts of another added: means stay those of an unselected batch."""
+    counted = ("data/dropped_", "rewards/timeouts", "rewards/crashes", "rewards/errors", "rewards/unscored")
+    names = [n for n in first.keys() | more.keys() if n.startswith(counted)]
+    return first | {n: first.get(n, 0.0) + more.get(n, 0.0) for n in names}
+
+
+def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Lengths under TRL's names."""
+    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float64)
+    clipped = torch.tensor([c.finish_reason == "length" for c in completions])
+    metrics = {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(clipped.double().mean()),
+    }
+    if not bool(clipped.all()):
+        metrics["completions/mean_terminated_length"] = float(lengths[~clipped].mean())
+    return metrics
+
+
+def reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean reward, its spread within groups, and the share of groups that teach nothing."""
+    groups: dict[int, list[float]] = {}
+    for sample in samples:
+        assert sample.reward is not None
+        groups.setdefault(sample.group, []).append(sample.reward)
+    if not groups:
+        return {}
+    spreads = [float(torch.tensor(r, dtype=torch.float64).std()) for r in groups.values() if len(r) > 1]
+    values = [r for rewards in groups.values() for r in rewards]
+    return {
+        "reward": sum(values) / len(values),
+        "reward_std": sum(spreads) / max(len(spreads), 1),
+        "frac_reward_zero_std": sum(s == 0 for s in spreads) / max(len(spreads), 1),
+    }
