@@ -14,6 +14,13 @@ from lockstep.models.tiny import make_tiny, tiny_spec
 SMALL = Path(__file__).parent / "files" / "small.yaml"
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no run has left a model."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+
+
 def lines(*overrides: str) -> str:
     return "\n".join(plan(load_run(SMALL, overrides)))
 

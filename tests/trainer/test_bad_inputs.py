@@ -13,6 +13,7 @@ import yaml
 
 from lockstep.cli.main import main
 from lockstep.config.load import dump
+from lockstep.models.tiny import make_tiny
 from lockstep.numerics.flow import FlowSpec
 from lockstep.trainer.spec import CheckpointSpec, MismatchSpec, RunSpec, UpdateSpec
 
@@ -151,6 +152,19 @@ LATE: dict[str, tuple[Callable[[Tree, Path], None], str, str]] = {
     "reward that is no number": (reward("FILE:nan"), "reward", "sample 0: nan"),
     "reward without its option": (reward("length"), "reward", "needs the column 'soft'"),
 }
+
+
+def test_a_model_of_another_shape_than_asked_for(
+    make_spec: MakeSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny(tmp_path / "tiny", hidden=32, layers=1)
+
+    def ask_for_two_layers(tree: Tree, _: Path) -> None:
+        args = {"hidden": 32, "layers": 2}
+        tree["model"] = {"path": str(tmp_path / "tiny"), "recipe": "tiny", "args": args}
+
+    assert cli("train", str(config_with(make_spec(), ask_for_two_layers, tmp_path))) == 2
+    assert_one_line(capsys, "checkpoint", "another shape than model.args ask for")
 
 
 def config_with(spec: RunSpec, change: Callable[[Tree, Path], None], folder: Path) -> Path:

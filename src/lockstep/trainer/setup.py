@@ -22,7 +22,7 @@ from lockstep.models.checkpoint import load_config, load_tensors
 from lockstep.models.decoder import Decoder
 from lockstep.models.gguf import fetch_smollm2
 from lockstep.models.spec import ModelSpec
-from lockstep.models.tiny import make_tiny
+from lockstep.models.tiny import make_tiny, tiny_spec
 from lockstep.models.tokenizer import load_tokenizer, stop_ids
 from lockstep.nn.kv_scales import AmaxCollector, KVScales
 from lockstep.numerics.flow import Flow, FlowPair, build_flows
@@ -104,6 +104,8 @@ def prepare_model(source: ModelSource) -> Path:
     """The model's folder, made by its recipe when it isn't there."""
     path = Path(source.path)
     if (path / "config.json").is_file():
+        if source.recipe == "tiny":
+            check_recipe(source)
         return path
     if source.recipe == "tiny":
         try:
@@ -121,6 +123,22 @@ def prepare_model(source: ModelSource) -> Path:
         why="a folder with config.json, *.safetensors and tokenizer files is needed",
         fix="give model.path such a folder, or a model.recipe that makes one",
     )
+
+
+def check_recipe(source: ModelSource) -> None:
+    """Refuses a folder that holds another shape than the recipe's arguments ask for: they would have no effect."""
+    shape: dict[str, Any] = {k: v for k, v in source.args.items() if k != "seed"}
+    try:
+        asked = tiny_spec(**shape)
+    except TypeError as error:
+        raise ConfigError(str(error), where="model.args", fix="see `lockstep model tiny --help`") from error
+    if load_config(source.path) != asked:
+        raise CheckpointError(
+            "the model that is here has another shape than model.args ask for",
+            where=source.path,
+            why="a recipe makes a model only where there is none",
+            fix="give another model.path, or remove the folder",
+        )
 
 
 def make_flows(spec: RunSpec, model: ModelSpec) -> FlowPair:
