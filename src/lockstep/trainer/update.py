@@ -74,7 +74,7 @@ class Updater:
         reduced: list[dict[str, Reduced]] = []
         metrics: dict[str, float] = {"optim/lr": self.optimizer.learning_rate()}
         applied = 0
-        self.moved = False
+        self.moved, self.warning = False, ""
         trained = [b for b in self.mini_batches(samples) if b]
         old = self.old_log_probs(samples, trainer_scales) if self.needs_old(len(trained)) else None
         for epoch in range(self.spec.epochs):
@@ -201,7 +201,6 @@ class Updater:
 
     def judge(self, mismatch: Mismatch) -> None:
         """Stops the run, or warns, when it promised equality, or a band, and the first forward says otherwise."""
-        self.warning = ""
         if mismatch.max_abs <= self.tolerance:
             return
         if self.action == "warn":
