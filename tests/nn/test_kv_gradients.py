@@ -112,3 +112,11 @@ def test_a_decoder_with_fp8_kv_trains(toy: SimpleNamespace) -> None:
         assert bool(torch.isfinite(grads[1][name]).all())
         assert not torch.equal(grad, grads[1][name])
         assert float(F.cosine_similarity(grad.flatten(), grads[1][name].flatten(), 0)) > 0.9, name
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_case_17_non_finite_keys_are_refused(value: float) -> None:
+    keys = torch.ones(3, 2, 4)
+    keys[1, 0, 2] = value
+    with pytest.raises(ValueError, match="non-finite key or value"):
+        ReferenceKernels().quantize_kv(keys, torch.ones(2))

@@ -125,8 +125,14 @@ class ReferenceKernels:
     # Attention ------------------------------------------------------------------------------------------------
 
     def quantize_kv(self, x_SGD: Tensor, scale_G: Tensor) -> Tensor:
-        """e4m3 codes of keys or values under fixed per-head scales; larger values saturate."""
-        return to_codes(x_SGD.float() / scale_G[None, :, None])
+        """e4m3 codes of keys or values under fixed per-head scales; larger values saturate.
+
+        Raises ValueError when one is NaN or infinite: its code would be a plausible number.
+        """
+        scaled = x_SGD.float() / scale_G[None, :, None]
+        if not bool(torch.isfinite(scaled).all()):
+            raise ValueError("non-finite key or value on its way into the FP8 cache")
+        return to_codes(scaled)
 
     def attention(
         self,
