@@ -22,7 +22,7 @@ from lockstep.kernels.attention_index import AttentionIndex
 from lockstep.kernels.reference_attention import attention_backward, attention_forward
 from lockstep.kernels.rowwise import row_matmul, tree_sum
 from lockstep.numerics.formats import BLOCK, E4M3_MAX, Operand
-from lockstep.numerics.quantize import Quantized, quantize, to_codes, widen
+from lockstep.numerics.quantize import Quantized, quantize, to_codes, values_of, widen
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,7 @@ class ReferenceKernels:
         """grad^T x in FP32, [N, K]. Quantized operands are grouped 128x1, along tokens."""
         if isinstance(grad_TN, Quantized) and isinstance(x_TK, Quantized) and self.exact:
             return block_matmul(grad_TN.transpose(), x_TK.transpose())
-        grad = grad_TN.dequantize() if isinstance(grad_TN, Quantized) else grad_TN.float()
-        x = x_TK.dequantize() if isinstance(x_TK, Quantized) else x_TK.float()
-        return grad.t() @ x
+        return values_of(grad_TN).t() @ values_of(x_TK)
 
     # Norm, rotary embedding, activation ------------------------------------------------------------------------
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lockstep.observe.logger import RunLogger
 from lockstep.rewards.evaluate import Rewards
+from lockstep.sync.publish import Publisher
 from lockstep.trainer.evaluation import Evaluator
 from lockstep.trainer.loop import RunResult, Trainer
 from lockstep.trainer.setup import make_parts
@@ -32,9 +34,6 @@ def run_evaluation(spec: RunSpec, model_path: str | None = None) -> dict[str, fl
         spec = replace(spec, model=ModelSource(path=model_path))
     with Rewards(spec.rewards) as rewards:
         parts = make_parts(spec)
-        parts.decoder.refresh(1)
-        if parts.engine.decoder is not parts.decoder:
-            parts.engine.decoder.refresh(1)
-        if parts.flows.rollout.kv_fp8:
-            parts.engine.set_kv_scales(parts.calibrate(0, 1))
+        scales = partial(parts.calibrate, 0, 1) if parts.flows.rollout.kv_fp8 else None
+        Publisher(parts.decoder, parts.engine).publish(1, scales=scales)
         return Evaluator(parts, rewards).run(0, 1)

@@ -29,7 +29,7 @@ from lockstep.kernels.table import Kernels
 from lockstep.nn.working import Refreshed, Working
 from lockstep.numerics.flow import Flow
 from lockstep.numerics.formats import BF16
-from lockstep.numerics.quantize import Quantized, quantize
+from lockstep.numerics.quantize import Quantized, quantize, values_of
 
 
 class Linear(Working):
@@ -154,7 +154,7 @@ def _input_gradient(projection: Projection, grads: tuple[Tensor, ...]) -> Tensor
     rows = [kernels.quantize_rows(g, operand) if first.fp8 and operand.is_fp8 else g for g in grads]
     stack = projection.stacked()
     if stack is not None:
-        dense = [r.dequantize() if isinstance(r, Quantized) else r.float() for r in rows]
+        dense = [values_of(r) for r in rows]
         return kernels.linear_dgrad(torch.cat(dense, 1), stack)
     parts = [
         kernels.linear_dgrad(r, linear.working) for r, linear in zip(rows, projection.linears, strict=True)
@@ -176,6 +176,5 @@ def _weight_gradients(
         columns = [quantize(g, gemm.lhs) for g in grads]
     if projection.stacked() is None:
         return [kernels.linear_wgrad(c, x) for c in columns]
-    dense = [c.dequantize() if isinstance(c, Quantized) else c.float() for c in columns]
-    x = x.dequantize() if isinstance(x, Quantized) else x
-    return list(kernels.linear_wgrad(torch.cat(dense, 1), x).split(projection.sizes))
+    dense = torch.cat([values_of(c) for c in columns], 1)
+    return list(kernels.linear_wgrad(dense, values_of(x)).split(projection.sizes))

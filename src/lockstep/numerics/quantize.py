@@ -83,6 +83,11 @@ def quantize(x: Tensor, operand: Operand) -> Quantized:
     return Quantized(to_codes(scaled), scale, operand.group)
 
 
+def values_of(x: Quantized | Tensor) -> Tensor:
+    """FP32 values of an operand, quantized or plain."""
+    return x.dequantize() if isinstance(x, Quantized) else x.float()
+
+
 def scale_from_amax(amax: Tensor, kind: ScaleKind) -> Tensor:
     """The scale, FP32, of groups whose largest absolute values are `amax`."""
     # A tensor divisor: CUDA multiplies by the reciprocal of a Python number, which rounds differently.

@@ -24,7 +24,7 @@ from lockstep.kernels.table import Kernels, select
 from lockstep.models.checkpoint import load_config
 from lockstep.models.decoder import Decoder
 from lockstep.models.tokenizer import load_tokenizer
-from lockstep.nn.kv_scales import AmaxCollector, KVScales
+from lockstep.nn.kv_scales import AmaxCollector
 from lockstep.numerics.flow import Flow, FlowSpec, build_flows
 from lockstep.numerics.formats import Operand
 from lockstep.numerics.quantize import Quantized, quantize
@@ -32,7 +32,7 @@ from lockstep.rollout.engine import EmbeddedEngine
 from lockstep.rollout.spec import RolloutSpec
 from lockstep.rollout.types import Completion, Request, SamplingParams
 from lockstep.trainer.microbatch import make_microbatch, prompt_context
-from lockstep.trainer.setup import load_masters, load_prompts, prepare_model
+from lockstep.trainer.setup import calibrate, load_masters, load_prompts, prepare_model
 from lockstep.trainer.spec import RunSpec
 
 PROMPTS, SAMPLES, NEW_TOKENS = 4, 3, 12
@@ -157,7 +157,7 @@ class FlowAudit:
     def __init__(self, name: str, decoder: Decoder, prompts: list[tuple[int, ...]], spec: RunSpec) -> None:
         self.name, self.decoder, self.prompts, self.seed = name, decoder, prompts, spec.seed
         self.group = decoder.spec.num_heads // decoder.spec.num_kv_heads
-        self.scales = self.calibrate(spec.flow) if decoder.flow.kv_fp8 else None
+        self.scales = calibrate(decoder, prompts, spec.flow, 1) if decoder.flow.kv_fp8 else None
         self.params = SamplingParams(NEW_TOKENS, spec.rollout.temperature or 1.0)
         longest = max(len(p) for p in prompts) + NEW_TOKENS
         everything = PROMPTS * (SAMPLES + 1) * (longest + 64)
@@ -171,13 +171,6 @@ class FlowAudit:
             "pages of 7 tokens": (replace(base, page_size=7), everything),
             "memory for little more than one (preemption)": (replace(base, page_size=4), longest + 12),
         }
-
-    def calibrate(self, flow: FlowSpec) -> KVScales:
-        """KV scales from the prompts."""
-        collector = AmaxCollector(self.decoder.spec.num_layers, self.decoder.spec.num_kv_heads)
-        with torch.no_grad():
-            self.decoder.hidden(*prompt_context(self.prompts, self.group, self.decoder.kernels, collector))
-        return collector.scales(headroom=flow.kv_headroom, kind=flow.scale, version=1)
 
     def checks(self) -> Iterator[Check]:
         """Operations first, so that what fails later has a name."""

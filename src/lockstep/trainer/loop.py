@@ -301,7 +301,7 @@ class Trainer:
 
     def config(self) -> dict[str, Any]:
         """The run's specification as plain data, with the fingerprint of the data it names."""
-        return {**asdict(self.spec), "data_fingerprint": self.parts.fingerprint()}
+        return {**asdict(self.spec), "data_fingerprint": self.parts.fingerprint}
 
     def export(self) -> None:
         """The trained weights as a Hugging Face checkpoint."""

@@ -6,7 +6,9 @@ Next: `loop.py`, which puts them to work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from lockstep.models.spec import ModelSpec
 from lockstep.models.tiny import make_tiny, tiny_spec
 from lockstep.models.tokenizer import load_tokenizer, stop_ids
 from lockstep.nn.kv_scales import AmaxCollector, KVScales
-from lockstep.numerics.flow import Flow, FlowPair, build_flows
+from lockstep.numerics.flow import Flow, FlowPair, FlowSpec, build_flows
 from lockstep.rollout.engine import EmbeddedEngine
 from lockstep.rollout.spec import RolloutSpec
 from lockstep.rollout.types import SamplingParams
@@ -50,15 +52,10 @@ class Parts:
     def calibrate(self, start: int, version: int) -> KVScales:
         """KV scales from the prompts of the step that begins at ordinal `start`, with headroom. The trainer's decoder must
         hold the weights they are for."""
-        flow, prompts = self.spec.flow, self.stream.take(start, self.spec.rollout.prompts_per_step)
-        collector = AmaxCollector(self.model_spec.num_layers, self.model_spec.num_kv_heads)
-        with torch.no_grad():
-            for prompt in prompts:
-                self.decoder.hidden(
-                    *prompt_context([prompt.ids], self.group, self.decoder.kernels, collector)
-                )
-        return collector.scales(headroom=flow.kv_headroom, kind=flow.scale, version=version)
+        prompts = [p.ids for p in self.stream.take(start, self.spec.rollout.prompts_per_step)]
+        return calibrate(self.decoder, prompts, self.spec.flow, version)
 
+    @cached_property
     def fingerprint(self) -> str:
         """Of the training data."""
         return fingerprint([p.example for p in self.stream.examples])
@@ -100,20 +97,33 @@ def make_parts(spec: RunSpec) -> Parts:
     return Parts(spec, model_spec, tokenizer, flows, decoder, engine, tuple(ends), stream, dropped)
 
 
+def calibrate(decoder: Decoder, prompts: Sequence[tuple[int, ...]], flow: FlowSpec, version: int) -> KVScales:
+    """KV scales under which the keys and values of these prompts fit with the flow's headroom."""
+    model = decoder.spec
+    collector = AmaxCollector(model.num_layers, model.num_kv_heads)
+    group = model.num_heads // model.num_kv_heads
+    with torch.no_grad():
+        for prompt in prompts:
+            decoder.hidden(*prompt_context([prompt], group, decoder.kernels, collector))
+    return collector.scales(headroom=flow.kv_headroom, kind=flow.scale, version=version)
+
+
 def prepare_model(source: ModelSource) -> Path:
     """The model's folder, made by its recipe when it isn't there."""
     path = Path(source.path)
-    if (path / "config.json").is_file():
-        if source.recipe == "tiny":
-            check_recipe(source)
-        return path
+    made = (path / "config.json").is_file()
     if source.recipe == "tiny":
         try:
-            make_tiny(path, **source.args)  # type: ignore[arg-type]
+            if made:
+                check_recipe(source)
+            else:
+                make_tiny(path, **source.args)  # type: ignore[arg-type]
         except TypeError as error:
             raise ConfigError(
                 str(error), where="model.args", fix="see `lockstep model tiny --help`"
             ) from error
+        return path
+    if made:
         return path
     if source.recipe == "smollm2":
         return fetch_smollm2(path)
@@ -128,11 +138,7 @@ def prepare_model(source: ModelSource) -> Path:
 def check_recipe(source: ModelSource) -> None:
     """Refuses a folder that holds another shape than the recipe's arguments ask for: they would have no effect."""
     shape: dict[str, Any] = {k: v for k, v in source.args.items() if k != "seed"}
-    try:
-        asked = tiny_spec(**shape)
-    except TypeError as error:
-        raise ConfigError(str(error), where="model.args", fix="see `lockstep model tiny --help`") from error
-    if load_config(source.path) != asked:
+    if load_config(source.path) != tiny_spec(**shape):
         raise CheckpointError(
             "the model that is here has another shape than model.args ask for",
             where=source.path,
