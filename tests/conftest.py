@@ -16,9 +16,10 @@ from torch import Tensor
 from lockstep.kernels.attention_index import AttentionIndex, Run, build_index
 from lockstep.kernels.reference import ReferenceKernels
 from lockstep.models.decoder import Decoder
-from lockstep.models.spec import ModelSpec, RopeSpec, expected_tensors
+from lockstep.models.spec import ModelSpec, MoESpec, RopeSpec, expected_tensors
 from lockstep.nn.context import PackedContext, PagedContext
 from lockstep.nn.kv_scales import AmaxCollector, KVScales
+from lockstep.nn.routes import Routes
 from lockstep.numerics.flow import Flow
 from lockstep.numerics.formats import E4M3
 
@@ -29,6 +30,9 @@ SPECS = {
     "llama_tied": ModelSpec("llama", 97, 96, 160, 2, 6, 3, 16, tie_embeddings=True),
     "qwen2": ModelSpec("qwen2", 97, 96, 160, 2, 4, 2, 24, attention_bias=True),
     "qwen3": ModelSpec("qwen3", 97, 96, 160, 2, 4, 1, 32, qk_norm=True, tie_embeddings=True),
+    "qwen3_moe": ModelSpec(
+        "qwen3_moe", 97, 96, 160, 3, 4, 1, 32, qk_norm=True, moe=MoESpec(6, 2, 72, True, dense_layers=(1,))
+    ),
 }
 """One small model for each way in which the families differ."""
 
@@ -173,8 +177,10 @@ def paged_hidden(
     *,
     page: int = 16,
     seed: int = 0,
+    routes: list[tuple[Tensor, Routes]] | None = None,
 ) -> Tensor:
-    """Final hidden states computed step by step over a store of scattered pages that starts full of rubbish."""
+    """Final hidden states computed step by step over a store of scattered pages that starts full of rubbish; `routes` gets the
+    rows of every step with their experts."""
     spec, group = decoder.spec, decoder.spec.num_heads // decoder.spec.num_kv_heads
     slots, size = random_slots(lengths, page, seed)
     shape = (spec.num_layers, size, spec.num_kv_heads, spec.head_dim)
@@ -201,6 +207,9 @@ def paged_hidden(
             v_store,
             scales,
         )
+        if routes is not None:
+            context.routes = Routes()
+            routes.append((rows, context.routes))
         out[rows] = decoder.hidden(ids[rows], context)
     return out
 

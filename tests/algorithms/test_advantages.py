@@ -17,8 +17,8 @@ from lockstep.algorithms import (
     dynamic_sampling_mask,
     overlong_penalty,
 )
-from lockstep.algorithms.segments import segment_sum
 from lockstep.errors import RewardError
+from lockstep.numerics.segments import segment_sum
 
 KINDS = get_args(AdvantageKind)
 EPS = 1e-6

@@ -22,7 +22,7 @@ def test_the_traps_of_yaml() -> None:
     assert run.rewards[1].weight == -1e-3
     assert run.update.steps == 1000 and run.data.seed == 31
     assert run.optim.warmup_steps == 10 and isinstance(run.optim.warmup_steps, int)
-    assert math.isinf(run.mismatch.truncate)
+    assert math.isinf(run.correction.rollout_is_threshold)
     assert run.run_dir == "2024-01-01"
 
 
@@ -116,6 +116,16 @@ def test_case_37_truncated_sampling_is_refused_in_training() -> None:
     with pytest.raises(ConfigError) as e:
         load_run(SMALL, ["rollout.top_p=0.9"])
     assert "off by the kept mass" in str(e.value) and "rollout.top_p=0.9" in str(e.value)
+    replay = ["rollout.top_p=0.9", "rollout.truncation=replay", "rollout.max_kept=200"]
+    replayed = load_run(SMALL, replay).rollout
+    assert (replayed.top_p, replayed.truncation, replayed.max_kept) == (0.9, "replay", 200)
+
+
+def test_case_44_what_becomes_of_bad_samples_is_a_choice() -> None:
+    assert load_run(SMALL).data.on_bad_sample == "drop"
+    assert load_run(SMALL, ["data.on_bad_sample=stop"]).data.on_bad_sample == "stop"
+    with pytest.raises(ConfigError, match="data.on_bad_sample: fill is not allowed"):
+        load_run(SMALL, ["data.on_bad_sample=fill"])
 
 
 def test_several_mistakes_show_the_first_and_count_the_others() -> None:

@@ -18,10 +18,10 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.tiny import tiny_spec
 from lockstep.nn.kv_scales import AmaxCollector, KVScales
 from lockstep.numerics.flow import FlowSpec, build_flows
+from lockstep.rollout.calibration import prompt_context
 from lockstep.rollout.engine import EmbeddedEngine
 from lockstep.rollout.spec import RolloutSpec
 from lockstep.rollout.types import Completion, Engine, Request, SamplingParams
-from lockstep.trainer.microbatch import prompt_context
 
 MakeEngine = Callable[..., Engine]
 SEED, STEP, VERSION = 17, 3, 5
@@ -51,6 +51,8 @@ CASES: dict[str, tuple[str, FlowSpec, str]] = {
     "qwen3-bf16-kv8": ("qwen3", FlowSpec("bf16", "fp8"), "reference"),
     "qwen3-fp8-pow2-exact": ("qwen3", FlowSpec("fp8", scale="pow2"), "exact"),
     "qwen2-fp8-kv8-exact": ("qwen2", FlowSpec("fp8", "fp8", keep_first_bf16=1), "exact"),
+    "qwen3-fp8-kv8-attn8": ("qwen3", FlowSpec("fp8", "fp8", attention="fp8"), "reference"),
+    "llama-bf16-kv8-attn8-exact": ("llama", FlowSpec("bf16", "fp8", "pow2", attention="fp8"), "exact"),
     "llama-bf16-exact": ("llama", FlowSpec("bf16"), "exact"),
 }
 

@@ -25,7 +25,7 @@ from lockstep.models.spec import ModelSpec
 from lockstep.numerics.flow import Flow, bf16_flow, fp8_flow
 from lockstep.numerics.measures import sqnr_db
 
-FAMILIES = ("llama31", "llama_tied", "qwen2", "qwen3")
+FAMILIES = ("llama31", "llama_tied", "qwen2", "qwen3", "qwen3_moe")
 LENGTH = 60  # one step of keys: the maximum that probabilities are taken against is the final one
 FLOAT32 = dataclasses.replace(bf16_flow(), activation=torch.float32)
 ROUNDED = "bf16_probabilities"
@@ -49,6 +49,21 @@ def _registered() -> Iterator[None]:
     yield
 
 
+def in_memory(spec: ModelSpec, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as transformers 5 holds them: all experts of a layer in one, gate above up."""
+    out = {name: value for name, value in weights.items() if ".mlp.experts." not in name}
+    for layer in range(spec.num_layers if spec.moe else 0):
+        if spec.moe and spec.is_sparse(layer):
+            prefix = f"model.layers.{layer}.mlp.experts."
+            names = [f"{prefix}{i}." for i in range(spec.moe.num_experts)]
+            gate, up, down = (
+                torch.stack([weights[f"{n}{part}_proj.weight"] for n in names]) for part in ("gate", "up", "down")
+            )
+            out[prefix + "gate_up_proj"] = torch.cat([gate, up], 1)
+            out[prefix + "down_proj"] = down
+    return out
+
+
 def transformers_model(
     spec: ModelSpec, weights: dict[str, Tensor], attention: str = "eager", dtype: torch.dtype = torch.float32
 ) -> Any:
@@ -58,7 +73,7 @@ def transformers_model(
     """
     config = AutoConfig.for_model(**spec.to_hf())
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-    missing, extra = model.load_state_dict(weights, strict=False)
+    missing, extra = model.load_state_dict(in_memory(spec, weights), strict=False)
     assert not extra and set(missing) <= {"lm_head.weight"} and bool(missing) == spec.tie_embeddings
     return model.eval()
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lockstep.errors import CheckpointError
-from lockstep.models.spec import PRESETS, ModelSpec, RopeSpec, expected_tensors
+from lockstep.models.spec import PRESETS, ModelSpec, MoESpec, RopeSpec, expected_tensors
 
 # As published, in the layout of transformers 4.
 LLAMA_31 = {
@@ -40,6 +40,16 @@ QWEN_3 = {
     "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
     "vocab_size": 151936,
 }  # fmt: skip
+QWEN_3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False,
+    "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+    "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+    "tie_word_embeddings": False, "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0,
     "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.04,
@@ -53,6 +63,7 @@ PUBLISHED = {
     "llama-3.1-8b": LLAMA_31,
     "qwen2.5-7b": QWEN_25,
     "qwen3-0.6b": QWEN_3,
+    "qwen3-30b-a3b": QWEN_3_MOE,
     "smollm2-135m": SMOLLM2,
 }
 
@@ -80,6 +91,17 @@ def test_round_trip_through_our_config_and_through_transformers(name: str, tmp_p
     assert ModelSpec.from_hf(json.loads((tmp_path / "again" / "config.json").read_text())) == spec
 
 
+def on_disk(key: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """A parameter under the names that a checkpoint has: transformers holds all experts of a layer in one."""
+    prefix, found, part = key.partition("experts.")
+    if not found:
+        return {key: shape}
+    halves = 2 if part == "gate_up_proj" else 1
+    names = ("gate_proj", "up_proj") if halves == 2 else ("down_proj",)
+    each = (shape[1] // halves, shape[2])
+    return {f"{prefix}experts.{i}.{name}.weight": each for i in range(shape[0]) for name in names}
+
+
 @pytest.mark.parametrize("name", [*PRESETS, "llama with biases", "qwen3 with biases"])
 def test_expected_tensors_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     base = {"llama with biases": "smollm2-135m", "qwen3 with biases": "qwen3-8b"}.get(name, name)
@@ -89,7 +111,9 @@ def test_expected_tensors_are_those_of_transformers(name: str, tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(spec.to_hf()))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    theirs = {key: tuple(value.shape) for key, value in model.named_parameters()}
+    theirs: dict[str, tuple[int, ...]] = {}
+    for key, value in model.named_parameters():
+        theirs |= on_disk(key, tuple(value.shape))
     assert expected_tensors(spec) == theirs
     assert spec.num_parameters == sum(p.numel() for p in model.parameters())
 
@@ -126,6 +150,14 @@ def test_absent_fields_mean_what_transformers_assumes() -> None:
     assert spec.max_position == config.max_position_embeddings
     qwen = {**bare, "model_type": "qwen3", "num_key_value_heads": 2}
     assert ModelSpec.from_hf(qwen).head_dim == AutoConfig.for_model(**qwen).head_dim == 128
+    counts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    sparse = {**qwen, "model_type": "qwen3_moe", **counts}
+    spec, config = ModelSpec.from_hf(sparse), AutoConfig.for_model(**sparse)
+    assert spec.moe is not None and spec.head_dim == 64 // 4
+    assert spec.moe.norm_topk_prob == config.norm_topk_prob and spec.moe.sparse_step == config.decoder_sparse_step
+    assert list(spec.moe.dense_layers) == config.mlp_only_layers
+    written = {**{k: v for k, v in sparse.items() if k != "num_experts"}, "num_local_experts": 4}
+    assert ModelSpec.from_hf(written) == spec
 
 
 REFUSED = [
@@ -157,7 +189,18 @@ REFUSED = [
     (QWEN_25, {"use_sliding_window": True, "max_window_layers": 14}, "sliding_window"),
     (QWEN_25, {"layer_types": ["sliding_attention"] * 28}, "layer_types"),
     (QWEN_25, {"num_key_value_heads": None}, "num_key_value_heads"),
-    (QWEN_3, {"model_type": "qwen3_moe"}, "qwen3_moe"),
+    (QWEN_3, {"model_type": "qwen3_next"}, "qwen3_next"),
+    (QWEN_3, {"model_type": "qwen3_moe"}, "architectures"),
+    (QWEN_3, {"num_experts": 8}, "num_experts"),
+    (QWEN_3_MOE, {"num_experts": None}, "num_experts is missing"),
+    (QWEN_3_MOE, {"num_local_experts": 64}, "num_local_experts"),
+    (QWEN_3_MOE, {"n_routed_experts": 128}, "n_routed_experts"),
+    (QWEN_3_MOE, {"num_experts_per_tok": None}, "num_experts_per_tok"),
+    (QWEN_3_MOE, {"num_experts_per_tok": 129}, "experts_per_token 129"),
+    (QWEN_3_MOE, {"moe_intermediate_size": 0}, "moe_intermediate_size"),
+    (QWEN_3_MOE, {"mlp_only_layers": [48]}, "dense_layers"),
+    (QWEN_3_MOE, {"mlp_only_layers": "0"}, "mlp_only_layers"),
+    (QWEN_3_MOE, {"norm_topk_prob": 1}, "norm_topk_prob"),
 ]
 
 
@@ -210,4 +253,22 @@ def test_presets_have_the_published_sizes() -> None:
     sizes = {name: round(spec.num_parameters / 1e6) for name, spec in PRESETS.items()}
     assert sizes["qwen3-8b"] == 8191 and sizes["llama-3.1-8b"] == 8030 and sizes["llama-3.2-1b"] == 1236
     assert sizes["qwen2.5-7b"] == 7616 and sizes["qwen3-1.7b"] == 1721 and sizes["qwen3-0.6b"] == 596
-    assert sizes["smollm2-135m"] == 135
+    assert sizes["smollm2-135m"] == 135 and sizes["qwen3-30b-a3b"] == 30_532
+
+
+def test_which_layers_are_sparse() -> None:
+    spec = PRESETS["qwen3-30b-a3b"]
+    assert all(spec.is_sparse(i) for i in range(48)) and not PRESETS["qwen3-8b"].is_sparse(0)
+    assert spec.moe is not None
+    moe = dataclasses.replace(spec.moe, sparse_step=2, dense_layers=(3,))
+    mixed = dataclasses.replace(spec, num_layers=6, moe=moe)
+    assert [i for i in range(6) if mixed.is_sparse(i)] == [1, 5]
+    assert ModelSpec.from_hf(mixed.to_hf()) == mixed
+    for wrong in ({"family": "qwen3"}, {"moe": None}, {"num_layers": 3}):
+        with pytest.raises(ValueError, match="moe"):
+            dataclasses.replace(mixed, **wrong)
+    for wrong in ({"experts_per_token": 129}, {"sparse_step": 0}, {"dense_layers": (3, 1)}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            dataclasses.replace(moe, **wrong)
+    with pytest.raises(ValueError, match="num_experts"):
+        MoESpec(0, 0, 8)

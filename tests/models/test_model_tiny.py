@@ -22,13 +22,28 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def unstacked(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One tensor an expert, as on disk; transformers holds all experts of a layer in one, gate above up."""
+    out = {}
+    for name, value in state.items():
+        prefix, found, part = name.partition("experts.")
+        if not found:
+            out[name] = value
+            continue
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        for i, expert in enumerate(value):
+            for own, chunk in zip(parts, expert.chunk(len(parts))):
+                out[f"{prefix}experts.{i}.{own}.weight"] = chunk
+    return out
+
+
 @pytest.mark.parametrize("family", get_args(Family))
 def test_transformers_loads_it(tmp_path: Path, family: Family) -> None:
     spec = make_tiny(tmp_path / "m", family=family, hidden=48, heads=3, kv_heads=1, intermediate=72)
     assert load_config(tmp_path / "m") == spec
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "m", output_loading_info=True)
     assert not any(report.values())
-    state = model.state_dict()
+    state = unstacked(model.state_dict())
     assert all(torch.equal(state[name], value) for name, value in load_tensors(tmp_path / "m", spec))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
     text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
@@ -75,7 +90,18 @@ def test_initial_values() -> None:
             assert value.std() == pytest.approx(0.02, rel=0.3) and abs(value.mean()) < 0.01, name
 
 
+def test_experts(tmp_path: Path) -> None:
+    spec = make_tiny(tmp_path / "m", family="qwen3_moe", experts=5, experts_per_token=3, expert_intermediate=40)
+    assert spec.moe is not None and (spec.moe.num_experts, spec.moe.experts_per_token) == (5, 3)
+    names = [name for name, _ in load_tensors(tmp_path / "m", spec) if ".mlp." in name]
+    assert len(names) == 2 * (1 + 5 * 3)
+
+
 def test_impossible_shapes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="experts_per_token 9"):
+        make_tiny(tmp_path / "m", family="qwen3_moe", experts_per_token=9)
+    with pytest.raises(CheckpointError, match="experts do not exist in family llama"):
+        make_tiny(tmp_path / "m", experts=4)
     with pytest.raises(CheckpointError, match="num_kv_heads 3"):
         make_tiny(tmp_path / "m", kv_heads=3)
     with pytest.raises(CheckpointError, match="not ASCII"):

@@ -76,6 +76,20 @@ class Plain:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.linear(out.transpose(0, 1).flatten(1), name + ".o_proj")
 
+    def mlp(self, x: Tensor, name: str) -> Tensor:
+        gate, up = (self.linear(x, f"{name}.{p}_proj") for p in ("gate", "up"))
+        return self.linear(F.silu(gate) * up, name + ".down_proj")
+
+    def moe(self, x: Tensor, name: str) -> Tensor:
+        """Every expert computes every row; all but the best get a weight of zero."""
+        moe = self.spec.moe
+        assert moe is not None and moe.norm_topk_prob
+        scores = F.linear(x, self.weights[name + ".gate.weight"]).softmax(-1)
+        best = scores.topk(moe.experts_per_token)
+        weight = torch.zeros_like(scores).scatter(1, best.indices, best.values / best.values.sum(1, keepdim=True))
+        outputs = [self.mlp(x, f"{name}.experts.{i}") for i in range(moe.num_experts)]
+        return sum(weight[:, i, None] * y for i, y in enumerate(outputs))
+
     def hidden(self, ids: Tensor) -> Tensor:
         """Of one sequence."""
         h = self.weights["model.embed_tokens.weight"][ids]
@@ -83,8 +97,7 @@ class Plain:
             name = f"model.layers.{i}"
             h = h + self.attention(self.norm(h, name + ".input_layernorm"), name + ".self_attn")
             x = self.norm(h, name + ".post_attention_layernorm")
-            gate, up = (self.linear(x, f"{name}.mlp.{p}_proj") for p in ("gate", "up"))
-            h = h + self.linear(F.silu(gate) * up, name + ".mlp.down_proj")
+            h = h + (self.moe if self.spec.is_sparse(i) else self.mlp)(x, name + ".mlp")
         return self.norm(h, "model.norm")
 
     def log_probs(
@@ -151,7 +164,7 @@ def assert_close(ours: Result, truth: Result, *, cosine: float, norm: float) -> 
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["reference", "exact"])
-@pytest.mark.parametrize("family", ["llama31", "llama_tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama31", "llama_tied", "qwen2", "qwen3", "qwen3_moe"])
 def test_float32_flow_has_the_gradients_of_autograd(toy: SimpleNamespace, family: str, exact: bool) -> None:
     spec, weights = toy.SPECS[family], toy.random_weights(toy.SPECS[family])
     ours = lockstep(toy, toy.make_decoder(spec, float32(bf16_flow()), exact=exact, weights=weights))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.errors import ContractError
 from lockstep.kernels.reference import ReferenceKernels
 from lockstep.nn.context import PackedContext
 from lockstep.nn.kv_scales import AmaxCollector, KVScales
@@ -88,12 +89,15 @@ def test_calibration_covers_headroom_times_the_largest_value(kind: str) -> None:
 
 def test_calibration_without_finite_values_is_refused() -> None:
     collector = AmaxCollector(1, 2)
-    with pytest.raises(ValueError, match="no finite"):
+    with pytest.raises(ContractError, match="saw no keys and values"):
         collector.scales(headroom=2.0, kind="fp32", version=1)
     for bad in (torch.inf, torch.nan):
-        collector = AmaxCollector(1, 2)
-        collector.see(0, torch.full((3, 2, 4), bad), torch.ones(3, 2, 4))
-        with pytest.raises(ValueError, match="no finite"):
+        collector = AmaxCollector(3, 2)
+        values = torch.ones(3, 2, 4)
+        values[1, 1, 2] = bad
+        collector.see(1, torch.ones(3, 2, 4), values)
+        collector.see(1, torch.ones(3, 2, 4), torch.ones(3, 2, 4))
+        with pytest.raises(ContractError, match="layer 1: non-finite value in KV head 1"):
             collector.scales(headroom=2.0, kind="fp32", version=1)
 
 
@@ -115,8 +119,29 @@ def test_a_decoder_with_fp8_kv_trains(toy: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_case_17_non_finite_keys_are_refused(value: float) -> None:
-    keys = torch.ones(3, 2, 4)
-    keys[1, 0, 2] = value
-    with pytest.raises(ValueError, match="non-finite key or value"):
-        ReferenceKernels().quantize_kv(keys, torch.ones(2))
+@pytest.mark.parametrize("side", ["packed", "paged"])
+def test_case_17_non_finite_keys_are_refused_with_their_layer(
+    toy: SimpleNamespace, side: str, value: float
+) -> None:
+    """Their codes would be plausible numbers: one look at the end of every forward, on either side."""
+    spec, lengths = toy.SPECS["llama31"], (5, 9)
+    decoder = toy.make_decoder(spec, fp8_flow(kv_fp8=True))
+    ids = toy.random_ids(spec, lengths)
+    scales = toy.calibrate(decoder, ids, lengths)
+    steps = toy.decode_schedule(lengths)
+    honest = decoder.kernels.rope
+    calls: list[int] = []
+
+    def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        out = honest(x, cos, sin)
+        calls.append(1)
+        if len(calls) % 4 == 0:  # queries and keys of two layers: these are the keys of the second
+            out[0, 0, 3] = value
+        return out
+
+    decoder.kernels.rope = rope
+    with pytest.raises(ContractError, match="layer 1: non-finite key in KV head 0"):
+        if side == "packed":
+            toy.packed_hidden(decoder, ids, lengths, scales)
+        else:
+            toy.paged_hidden(decoder, ids, lengths, steps, scales)

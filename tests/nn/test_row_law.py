@@ -44,7 +44,7 @@ def test_case_46_packed_and_paged_hidden_states_are_equal(
         assert torch.equal(paged, packed), (seed, largest)
 
 
-@pytest.mark.parametrize("family", ["llama31", "llama_tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama31", "llama_tied", "qwen2", "qwen3", "qwen3_moe"])
 def test_case_46_log_probs_token_by_token(toy: SimpleNamespace, family: str) -> None:
     """Log-probabilities of the trainer's chunked head and of decode steps, for every family, FP8 throughout."""
     decoder = toy.make_decoder(toy.SPECS[family], fp8_flow(kv_fp8=True))

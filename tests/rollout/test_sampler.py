@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lockstep.errors import CapacityError
 from lockstep.models.decoder import Decoder
 from lockstep.nn.head import CHUNK
+from lockstep.nn.sampling_mask import SamplingMask
 from lockstep.rollout.noise import row_keys
 from lockstep.rollout.sampler import draw, truncate
 from lockstep.rollout.types import SamplingParams
@@ -122,3 +124,79 @@ def test_log_probabilities_are_the_trainers_whatever_the_batch(make_decoder: Mak
     for i in (0, 1, 2, 3, 4, CHUNK - 1, CHUNK, 2 * CHUNK, count - 1):
         alone = draw(hidden[i : i + 1], decoder.head, params[i : i + 1], keys[i : i + 1])
         assert (alone.tokens[0], alone.logprobs[0]) == (together.tokens[i], together.logprobs[i])
+
+
+RECORDED = [
+    SamplingParams(1, top_k=3, max_kept=3),
+    SamplingParams(1, 0.7, top_p=0.5, max_kept=200),
+    SamplingParams(1),
+    SamplingParams(1, 1.2, min_p=0.02, top_k=9, top_p=0.9, max_kept=9),
+    SamplingParams(1, 1.6, top_k=5),
+    SamplingParams(1, 0.0, top_k=20, max_kept=20),
+]
+
+
+def test_recorded_ids_are_what_truncation_left_case_37(make_decoder: MakeDecoder) -> None:
+    """Ids, their mass, and the log-probability under the distribution over them, in float64."""
+    decoder = make_decoder()
+    params = [RECORDED[i % len(RECORDED)] for i in range(60)]
+    hidden = rows_of(decoder, 60) * 0.3
+    drawn = draw(hidden, decoder.head, params, keys_of(60))
+    temperature = torch.tensor([p.score_temperature for p in params])
+    logits = decoder.head.logits(hidden, temperature)
+    for row, p, token, logprob, kept in zip(
+        logits, params, drawn.tokens, drawn.logprobs, drawn.kept, strict=True
+    ):
+        full = row.double().softmax(0)
+        if not p.records:
+            assert kept is None and math.isclose(logprob, float(full[token].log()), abs_tol=2e-6)
+            continue
+        assert kept is not None and kept[0].dtype == torch.int32
+        ids = kept[0].tolist()
+        assert ids == sorted(allowed(row.tolist(), p)) and token in ids
+        assert math.isclose(kept[1], float(full[ids].sum()), rel_tol=1e-5) and 0 < kept[1] <= 1
+        assert math.isclose(logprob, float((full[token] / full[ids].sum()).log()), abs_tol=2e-6)
+
+
+def test_the_trainer_scores_recorded_draws_bit_for_bit_case_37(make_decoder: MakeDecoder) -> None:
+    """Whatever the batch: all together, and a row alone or beside one that kept many more ids."""
+    decoder = make_decoder()
+    count = CHUNK + 40
+    params = [RECORDED[i % len(RECORDED)] for i in range(count)]
+    hidden, keys = rows_of(decoder, count) * 0.3, keys_of(count)
+    together = draw(hidden, decoder.head, params, keys)
+    temperature = torch.tensor([p.score_temperature for p in params])
+    tokens, rollout = torch.tensor(together.tokens), torch.tensor(together.logprobs, dtype=torch.float32)
+    mask = SamplingMask.of(together.kept)
+    trainer, _ = decoder.head.log_probs(hidden, tokens, temperature, mask)
+    assert torch.equal(trainer.detach(), rollout) and bool((rollout <= 0).all())
+    full, _ = decoder.head.log_probs(hidden, tokens, temperature)
+    recorded = mask.counts_N > 0
+    assert bool((full[recorded & (mask.mass_N < 0.999)] < trainer[recorded & (mask.mass_N < 0.999)]).all())
+    for batch in ([0], [1], [3], [5], [0, 1, 2], [CHUNK - 1, CHUNK, 3]):
+        some = draw(hidden[batch], decoder.head, [params[i] for i in batch], [keys[i] for i in batch])
+        assert some.logprobs == [together.logprobs[i] for i in batch]
+        assert SamplingMask.of(some.kept) == SamplingMask.of([together.kept[i] for i in batch])
+
+
+def test_more_ids_than_are_recorded_are_refused_case_37(make_decoder: MakeDecoder) -> None:
+    decoder = make_decoder()
+    params = [SamplingParams(1), SamplingParams(1, top_k=9, max_kept=8)]
+    with pytest.raises(
+        CapacityError, match=r"rollout.max_kept: truncation keeps 9 ids of a token.*at most 8"
+    ):
+        draw(rows_of(decoder, 2), decoder.head, params, keys_of(2))
+    assert draw(
+        rows_of(decoder, 2), decoder.head, [params[0], SamplingParams(1, top_k=9)], keys_of(2)
+    ).kept == [
+        None,
+        None,
+    ]
+
+
+def test_a_row_that_is_not_a_number_stays_one(make_decoder: MakeDecoder) -> None:
+    """A broken model must reach the door as NaN, not fail in the sampler nor look fine."""
+    decoder = make_decoder()
+    hidden = rows_of(decoder, 2) * torch.tensor([[float("nan")], [1.0]])
+    drawn = draw(hidden, decoder.head, [SamplingParams(1, top_p=0.9, max_kept=500)] * 2, keys_of(2))
+    assert math.isnan(drawn.logprobs[0]) and drawn.logprobs[1] <= 0

@@ -24,7 +24,7 @@ def spec(make_spec: MakeSpec) -> RunSpec:
     return replace(make_spec(), data=data)
 
 
-@pytest.mark.parametrize("flow", ["bf16", "fp8", "fp8+kv8"])
+@pytest.mark.parametrize("flow", ["bf16", "fp8", "fp8+kv8", "fp8+kv8+attn8"])
 def test_it_passes(spec: RunSpec, flow: str) -> None:
     said: list[str] = []
     report = run_audit(spec, [flow], say=said.append)

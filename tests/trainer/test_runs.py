@@ -67,7 +67,9 @@ def test_a_unified_flow_has_no_mismatch_at_any_step(
     shipped = receipts(spec)
     assert [(r["step"], r["version"]) for r in shipped] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
     assert len({r["digest"] for r in shipped}) == 5 and result.digest == shipped[-1]["digest"]
-    assert {r["scale_version"] for r in shipped} == {1 if flow.kv == "fp8" else 0}
+    versions = [r["scale_version"] for r in shipped]
+    assert versions == sorted(versions) and versions[0] == (1 if flow.kv == "fp8" else 0)
+    assert len(set(versions)) == len({r["scales_digest"] for r in shipped})
 
 
 @pytest.mark.parametrize("flow", [FlowSpec("fp8"), FlowSpec("fp8", "fp8"), FlowSpec("bf16")], ids=str)
@@ -110,25 +112,6 @@ def test_a_split_flow_stops_where_it_is_told_to(make_spec: MakeSpec, train: Trai
         train(make_spec("fp8-rollout", mismatch=MismatchSpec("stop", tolerance=0.0)))
     _, metrics = train(make_spec("fp8-rollout", name="wide", mismatch=MismatchSpec("stop", tolerance=5.0)))
     assert len(metrics) == 3
-
-
-@pytest.mark.parametrize("update", [UpdateSpec(2), UpdateSpec(2, mini_batches=2, epochs=2)], ids=str)
-def test_a_split_flow_is_corrected(make_spec: MakeSpec, train: Train, update: UpdateSpec) -> None:
-    corrected = make_spec("fp8-rollout", mismatch=MismatchSpec("correct", truncate=1.01), update=update)
-    result, metrics = train(corrected)
-    assert metrics[0]["mismatch/max_abs_dlogp"] > 0
-    plain, _ = train(make_spec("fp8-rollout", name="plain", update=update))
-    assert result.digest != plain.digest
-    if update.epochs == 1:
-        assert all(abs(m["policy/ratio_mean"] - 1) < 1e-12 for m in metrics)
-
-
-def test_correcting_nothing_changes_nothing(make_spec: MakeSpec, train: Train) -> None:
-    """In a unified flow every weight is exactly 1, so that `correct` gives the bits of `stop`."""
-    update = UpdateSpec(2, mini_batches=3)
-    one, _ = train(make_spec("fp8", update=update))
-    two, _ = train(make_spec("fp8", name="corrected", update=update, mismatch=MismatchSpec("correct")))
-    assert one.digest == two.digest
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo"])

@@ -20,6 +20,7 @@ from lockstep.algorithms.advantages import (
     dynamic_sampling_mask,
     overlong_penalty,
 )
+from lockstep.algorithms.calibration import ClipBounds, calibrated_bounds
 from lockstep.algorithms.denominator import DenominatorKind, token_coefficients
 from lockstep.algorithms.losses import LossInput, LossOutput, policy_loss
 from lockstep.algorithms.reduced import Reduced, merge_metrics
@@ -29,6 +30,7 @@ __all__ = [
     "AdvantageKind",
     "AlgorithmName",
     "AlgorithmSpec",
+    "ClipBounds",
     "DenominatorKind",
     "LossInput",
     "LossKind",
@@ -36,6 +38,7 @@ __all__ = [
     "Recipe",
     "Reduced",
     "advantages",
+    "calibrated_bounds",
     "drop_small_groups",
     "dynamic_sampling_mask",
     "merge_metrics",

@@ -21,8 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.segments import segment_sum
 from lockstep.errors import RewardError
+from lockstep.numerics.segments import segment_sum
 
 AdvantageKind = Literal["group_norm", "group_mean", "leave_one_out", "global_norm"]
 

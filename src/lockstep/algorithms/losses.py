@@ -26,9 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.reduced import Reduced, max_over, mean_over
-from lockstep.algorithms.segments import segment_sum
+from lockstep.algorithms.reduced import Reduced, max_over, mean_over, share_of
 from lockstep.algorithms.spec import LossKind, Recipe
+from lockstep.numerics.segments import segment_sum
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are bounded by this on both sides, so that exp and its gradient stay finite in FP32. A token
@@ -94,7 +94,8 @@ def policy_loss(inputs: LossInput, recipe: Recipe) -> LossOutput:
 
     Metrics, each over the tokens with a coefficient: `policy/ratio_mean`, `policy/ratio_max` (the ratio that
     the loss uses), `policy/approx_kl` (old against new policy, k3), `policy/clip_fraction_high` and `_low`
-    (losses that clip), `policy/kl_to_reference` and `policy/entropy` (where the inputs have them).
+    (losses that clip; also under TRL's `clip_ratio/*`, and by sign of the advantage), `policy/kl_to_reference` and
+    `policy/entropy` (where the inputs have them).
 
     Raises ValueError on shapes that differ, no tokens, log-probabilities below FP32, a missing reference or
     entropy that the recipe needs, or an incomplete sample where `length_S` shows one.
@@ -128,6 +129,7 @@ def _sequence_clip(inputs: LossInput, recipe: Recipe) -> _TokenTerms:
 
     Written as in GSPO-token (eq. 13 and 14): the token's ratio is sg[s] * p / sg[p], which has the value of s
     and the gradient s * grad log p. With coefficients 1 / (S n) their sum is the gradient of eq. 5.
+    Tokens with coefficient 0 (masked by the correction) are not in the mean: their log ratio is 0 here.
     """
     count = int(inputs.sample_N.max()) + 1
     length_S = torch.bincount(inputs.sample_N, minlength=count)
@@ -137,7 +139,8 @@ def _sequence_clip(inputs: LossInput, recipe: Recipe) -> _TokenTerms:
             f"{length_S.tolist()} tokens of samples with {inputs.length_S.tolist()}"
         )
     log_ratio_N = (inputs.logp_N - inputs.old_logp_N).detach()
-    mean_S = segment_sum(log_ratio_N, inputs.sample_N, count) / length_S.clamp(min=1)
+    counted_S = segment_sum(inputs.coef_N != 0, inputs.sample_N, count).clamp(min=1)
+    mean_S = segment_sum(log_ratio_N, inputs.sample_N, count) / counted_S
     ratio_S = mean_S.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().to(inputs.logp_N.dtype)
     ratio_N = ratio_S[inputs.sample_N] * (inputs.logp_N - inputs.logp_N.detach()).exp()
     return _clipped(ratio_N, inputs.advantage_N, recipe)
@@ -197,7 +200,21 @@ def _metrics(inputs: LossInput, terms: _TokenTerms, counted_N: Tensor) -> dict[s
         metrics["policy/clip_fraction_high"] = mean_over(terms.high_N, counted_N)
     if terms.low_N is not None:
         metrics["policy/clip_fraction_low"] = mean_over(terms.low_N, counted_N)
+    if terms.high_N is not None and terms.low_N is not None:
+        metrics |= _clip_ratios(terms.high_N, terms.low_N, inputs.advantage_N, counted_N)
     return metrics
+
+
+def _clip_ratios(high_N: Tensor, low_N: Tensor, advantage_N: Tensor, counted_N: Tensor) -> dict[str, Reduced]:
+    """Clipped tokens among those whose advantage has one sign, and TRL's names for the fractions of all tokens."""
+    either_N = high_N | low_N
+    return {
+        "policy/clip_fraction_positive_advantage": share_of(either_N, counted_N & (advantage_N > 0)),
+        "policy/clip_fraction_negative_advantage": share_of(either_N, counted_N & (advantage_N < 0)),
+        "clip_ratio/high_mean": mean_over(high_N, counted_N),
+        "clip_ratio/low_mean": mean_over(low_N, counted_N),
+        "clip_ratio/region_mean": mean_over(either_N, counted_N),
+    }
 
 
 def _settled(inputs: LossInput, counted_N: Tensor) -> LossInput:

@@ -3,7 +3,7 @@
 A mean of means is wrong when the parts differ in size, so a part is carried as a sum and a count until the
 very end. The two numbers stay tensors on their device: merging never waits for the GPU, only `result` does.
 
-Over ranks: add `value` and `weight` for `mean` and `sum`; for `max` take the larger `value` and add `weight`.
+Over ranks: add `value` and `weight` for `mean`, `share` and `sum`; for `max` take the larger `value` and add `weight`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-ReduceKind = Literal["mean", "sum", "max"]
+ReduceKind = Literal["mean", "share", "sum", "max"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,17 +36,23 @@ class Reduced:
         return Reduced(combine(self.value, other.value), self.weight + other.weight, self.how)
 
     def result(self) -> float:
-        """The number to log: NaN for a mean of nothing, minus infinity for a maximum of nothing."""
-        if self.how != "mean":
+        """The number to log: NaN for a mean of nothing, 0 for a share of nothing, minus infinity for a maximum of
+        nothing."""
+        if self.how not in ("mean", "share"):
             return float(self.value)
         weight = float(self.weight)
-        return float(self.value) / weight if weight else float("nan")
+        return float(self.value) / weight if weight else (float("nan") if self.how == "mean" else 0.0)
 
 
 def mean_over(value_N: Tensor, counted_N: Tensor) -> Reduced:
     """Mean of `value_N` [N] over the items where `counted_N` (bool [N]) holds."""
     value_N = torch.where(counted_N, value_N.detach().double(), 0.0)
     return Reduced(value_N.sum(), counted_N.double().sum(), "mean")
+
+
+def share_of(holds_N: Tensor, counted_N: Tensor) -> Reduced:
+    """Share of the items where `counted_N` (bool [N]) holds for which `holds_N` (bool [N]) does too."""
+    return Reduced((holds_N & counted_N).double().sum(), counted_N.double().sum(), "share")
 
 
 def max_over(value_N: Tensor, counted_N: Tensor) -> Reduced:

@@ -63,6 +63,10 @@ class AlgorithmSpec:
     advantage_eps: float = ADVANTAGE_EPS
     """Added to the standard deviation where the advantage divides by one."""
 
+    clip_calibration_every: int = 0
+    """Every so many training steps the clip bounds are calibrated so that they clip what they would clip in a BF16 forward (arXiv
+    2609.22870, where it is 20): two extra forwards of one mini-batch. 0: off. For losses that clip the token's ratio."""
+
     def __post_init__(self) -> None:
         if self.name not in _BASE:
             raise ValueError(f"unknown algorithm {self.name!r}; known: {', '.join(_BASE)}")
@@ -83,6 +87,12 @@ class AlgorithmSpec:
                 raise ValueError(f"{field} must be finite and not negative, not {value}")
         if not (math.isfinite(self.advantage_eps) and self.advantage_eps > 0):
             raise ValueError(f"advantage_eps must be finite and positive, not {self.advantage_eps}")
+        if self.clip_calibration_every < 0:
+            raise ValueError(f"clip_calibration_every must not be negative, not {self.clip_calibration_every}")
+        if self.clip_calibration_every and _BASE[self.name].loss != "clip":
+            raise ValueError(
+                f"{self.name} doesn't clip the token's ratio, so clip_calibration_every would have no effect: set it to 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,9 @@ class Recipe:
 
     advantage_eps: float = ADVANTAGE_EPS
     """Argument of `advantages`."""
+
+    clip_calibration_every: int = 0
+    """Training steps between two calibrations of the clip bounds; 0: none (`calibration.py`)."""
 
     @property
     def needs_reference(self) -> bool:

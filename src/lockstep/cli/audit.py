@@ -17,7 +17,10 @@ def audit(
     overrides: Overrides = None,
     flows: Annotated[
         str,
-        typer.Option(metavar="LIST", help="Flows to try, separated by commas; +kv8 adds an FP8 KV cache."),
+        typer.Option(
+            metavar="LIST",
+            help="Flows to try, separated by commas; +kv8 adds an FP8 KV cache, +kv8+attn8 FP8 attention over it.",
+        ),
     ] = "bf16,fp8,fp8+kv8",
     plant: Annotated[
         str | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
 
 import typer
 
@@ -15,8 +16,26 @@ _NEEDED = (
 _OPTIONAL = ("triton", "gguf", "reasoning-gym", "ray", "vllm", "sglang", "wandb", "trackio")
 
 
-def doctor() -> None:
-    """Print versions, processors and the kernels that would be used."""
+def doctor(
+    template: Annotated[
+        str,
+        typer.Option(
+            "--template", metavar="MODEL", help="Check the chat template of a model's folder instead."
+        ),
+    ] = "",
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="Model shape for the verdict on FP8, where there is a Hopper GPU.")
+    ] = "qwen3-8b",
+) -> None:
+    """Print versions, processors and the kernels that would be used, test them, and say whether FP8 is worth it here; or what a
+    chat template does to earlier turns.
+
+    Exit code 3: a kernel gives wrong results.
+    """
+    if template:
+        for line in _template_lines(template):
+            typer.echo(line)
+        return
     from lockstep import __version__
 
     typer.echo(f"lockstep     {__version__}")
@@ -25,8 +44,14 @@ def doctor() -> None:
     present = [f"{name} {v}" for name in _OPTIONAL if (v := _version(name))]
     typer.echo("optional     " + (", ".join(present) or "none"))
     if _version("torch"):
+        from lockstep.bench.doctor import examine
+        from lockstep.bench.machine import WORKSPACE
+
+        workspace = os.environ.get(WORKSPACE)  # before the kernels that _machine_lines loads set it
         for line in _machine_lines():
             typer.echo(line)
+        if not examine(model, workspace, typer.echo):
+            raise typer.Exit(3)
 
 
 def _version(package: str) -> str | None:
@@ -54,6 +79,18 @@ def _machine_lines() -> list[str]:
             f"gpu {index}        {props.name}, compute capability {props.major}.{props.minor}, {size}, {fp8}"
         )
     return [*lines, f"kernels      auto means {select('auto').name} here"]
+
+
+def _template_lines(folder: str) -> list[str]:
+    from lockstep.data.template import check_template
+    from lockstep.models.tokenizer import load_tokenizer
+
+    verdicts = check_template(load_tokenizer(folder))
+    rewritten = [v.name for v in verdicts if v.appended is False]
+    verdict = "append-only: a conversation of several turns is one sample"
+    if rewritten:
+        verdict = f"rewrites earlier turns ({', '.join(rewritten)}): such a turn starts a new segment, docs/samples.md"
+    return [f"chat template of {folder}", *(f"  {v.line()}" for v in verdicts), f"verdict: {verdict}"]
 
 
 def _memory() -> str:

@@ -22,7 +22,18 @@ from typing import Annotated, NoReturn
 import typer
 
 from lockstep import __version__
-from lockstep.cli import audit, config_cmd, doctor, evaluate, models_cmd, report, train
+from lockstep.cli import (
+    attribute,
+    audit,
+    bench,
+    config_cmd,
+    doctor,
+    evaluate,
+    export,
+    models_cmd,
+    report,
+    train,
+)
 from lockstep.errors import ContractError, UserError
 
 app = typer.Typer(
@@ -36,8 +47,11 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("audit")(audit.audit)
+app.command("attribute")(attribute.attribute)
+app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
 app.add_typer(config_cmd.app, name="config")
 app.add_typer(models_cmd.app, name="model")
 

@@ -42,7 +42,11 @@ def tiny(
     kv_heads: Annotated[int, typer.Option(help="Key and value heads.")] = 2,
     intermediate: Annotated[int, typer.Option(help="Width of the gated MLP.")] = 128,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
-    family: Annotated[str, typer.Option(help="llama, qwen2 or qwen3.")] = "llama",
+    family: Annotated[str, typer.Option(help="llama, qwen2, qwen3 or qwen3_moe.")] = "llama",
+    experts: Annotated[int | None, typer.Option(help="Experts of a qwen3_moe (8).", show_default=False)] = None,
+    experts_per_token: Annotated[
+        int | None, typer.Option(help="Experts that compute a token (2).", show_default=False)
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in OUT.")] = False,
 ) -> None:
     """Make a small random model with one token a character."""
@@ -56,6 +60,8 @@ def tiny(
         kv_heads=kv_heads,
         intermediate=intermediate,
         seed=seed,
+        experts=experts,
+        experts_per_token=experts_per_token,
         family=family,  # type: ignore[arg-type]  # checked by ModelSpec
         overwrite=overwrite,
     )

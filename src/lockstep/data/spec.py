@@ -56,6 +56,10 @@ class DataSpec:
     max_prompt_tokens: int | None = None
     """Leave out (and count) prompts with more tokens. They are never cut."""
 
+    on_bad_sample: Literal["drop", "stop"] = "drop"
+    """What becomes of a sample that breaks the sample contract (docs/samples.md): `drop` leaves it out and counts it by reason,
+    `stop` ends the run and names it. For training data; it is never repaired."""
+
     chat_template_args: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as `enable_thinking: false`."""
 

@@ -13,13 +13,15 @@ Shapes: T rows (tokens), K inputs, N outputs, H heads, D head size, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.attention_index import AttentionIndex
+from lockstep.kernels.attention_form import PLAIN, AttentionForm
+from lockstep.kernels.attention_index import AttentionIndex, Run, build_index
 from lockstep.kernels.reference_attention import attention_backward, attention_forward
+from lockstep.kernels.reference_moe import combine, router_scores, top_experts
 from lockstep.kernels.rowwise import row_matmul, tree_sum
 from lockstep.numerics.formats import BLOCK, E4M3_MAX, Operand
 from lockstep.numerics.quantize import Quantized, quantize, to_codes, values_of, widen
@@ -31,11 +33,13 @@ class PackedWeight:
     several weights (`fuse`) has `dense` only.
 
     codes: quantized [N, K]. plain: BF16 (or the activation type) [N, K]. dense: [N, K] FP32, None in `exact`.
+    library_scale: the scales in the layout of a device's GEMM library, where there is one.
     """
 
     codes: Quantized | None
     plain: Tensor | None
     dense: Tensor | None
+    library_scale: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +49,9 @@ class PackedWeight:
 
 
 class ReferenceKernels:
-    """The operations. Stateless; `exact` selects float64 sums."""
+    """The operations. Stateless; `exact` selects float64 sums. `fused`: the backend has the operations of `models/fused.py`."""
+
+    fused = False
 
     def __init__(self, *, exact: bool = False) -> None:
         self.exact = exact
@@ -66,6 +72,12 @@ class ReferenceKernels:
             return None
         return PackedWeight(None, None, torch.cat([p.dense for p in parts if p.dense is not None]))
 
+    def parts_of(self, stack: PackedWeight, parts: Sequence[PackedWeight]) -> list[PackedWeight]:
+        """The parts of a stack that `fuse` made, as views of it."""
+        assert stack.dense is not None
+        dense = stack.dense.split([p.dense.shape[0] for p in parts if p.dense is not None])
+        return [replace(p, dense=d) for p, d in zip(parts, dense, strict=True)]
+
     def quantize_rows(self, x_TK: Tensor, operand: Operand) -> Quantized:
         """1x128 codes of activations or output gradients."""
         return quantize(x_TK, operand)
@@ -77,12 +89,13 @@ class ReferenceKernels:
         return x_TK.to(self.sum_type)
 
     def linear(self, x_TK: Quantized | Tensor, weight: PackedWeight) -> Tensor:
-        """x w^T in FP32, before the one rounding, [T, N]. `x_TK` comes from `dense_input`."""
-        if isinstance(x_TK, Quantized):
-            assert weight.codes is not None
+        """x w^T in FP32, before the one rounding, [T, N]. `x_TK` comes from `dense_input`. Where only one operand has codes
+        (probes), its values are multiplied as plain ones are."""
+        if isinstance(x_TK, Quantized) and weight.codes is not None:
             return block_matmul(x_TK, weight.codes)
-        assert weight.dense is not None
-        return row_matmul(x_TK, weight.dense).float()
+        x = x_TK.dequantize().to(self.sum_type) if isinstance(x_TK, Quantized) else x_TK
+        dense = weight.dense if weight.dense is not None else _value(weight).to(self.sum_type)
+        return row_matmul(x, dense).float()
 
     def linear_dgrad(self, grad_TN: Quantized | Tensor, weight: PackedWeight) -> Tensor:
         """grad w in FP32, [T, K]. Quantized gradients meet the codes of the forward pass, transposed."""
@@ -120,17 +133,33 @@ class ReferenceKernels:
         gate = gate_TN.float()
         return (gate / (1.0 + (-gate).exp()) * up_TN.float()).to(gate_TN.dtype)
 
+    # Mixture of experts ---------------------------------------------------------------------------------------
+
+    def router_scores(self, logits_TE: Tensor) -> Tensor:
+        """See `reference_moe.router_scores`."""
+        return router_scores(logits_TE)
+
+    def top_experts(self, scores_TE: Tensor, count: int) -> Tensor:
+        """See `reference_moe.top_experts`."""
+        return top_experts(scores_TE, count)
+
+    def combine(self, y_TkK: Tensor, weight_Tk: Tensor) -> Tensor:
+        """See `reference_moe.combine`."""
+        return combine(y_TkK, weight_Tk)
+
     # Attention ------------------------------------------------------------------------------------------------
+
+    def index(self, runs: Sequence[Run], group: int, device: torch.device | None = None) -> AttentionIndex:
+        """What `attention` walks over: which rows attend to which keys."""
+        return build_index(runs, group, device)
 
     def quantize_kv(self, x_SGD: Tensor, scale_G: Tensor) -> Tensor:
         """e4m3 codes of keys or values under fixed per-head scales; larger values saturate.
 
-        Raises ValueError when one is NaN or infinite: its code would be a plausible number.
+        A code of an infinite value would be a plausible number. Looking for one here would make a device wait at every
+        layer, so the attention context looks once a forward pass (`nn/kv_scales.py`).
         """
-        scaled = x_SGD.float() / scale_G[None, :, None]
-        if not bool(torch.isfinite(scaled).all()):
-            raise ValueError("non-finite key or value on its way into the FP8 cache")
-        return to_codes(scaled)
+        return to_codes(x_SGD.float() / scale_G[None, :, None])
 
     def attention(
         self,
@@ -138,11 +167,10 @@ class ReferenceKernels:
         k_SGD: Tensor,
         v_SGD: Tensor,
         index: AttentionIndex,
-        k_scale_G: Tensor | None = None,
-        v_scale_G: Tensor | None = None,
+        form: AttentionForm = PLAIN,
     ) -> tuple[Tensor, Tensor]:
         """See `reference_attention.attention_forward`."""
-        return attention_forward(q_THD, k_SGD, v_SGD, index, k_scale_G, v_scale_G, self.sum_type)
+        return attention_forward(q_THD, k_SGD, v_SGD, index, form, self.sum_type)
 
     def attention_grad(
         self,
@@ -153,12 +181,11 @@ class ReferenceKernels:
         out_THD: Tensor,
         lse_TH: Tensor,
         index: AttentionIndex,
-        k_scale_G: Tensor | None = None,
-        v_scale_G: Tensor | None = None,
+        form: AttentionForm = PLAIN,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `reference_attention.attention_backward`."""
         return attention_backward(
-            grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH, index, k_scale_G, v_scale_G, self.sum_type
+            grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH, index, form, self.sum_type
         )
 
     # Output head ----------------------------------------------------------------------------------------------
@@ -197,10 +224,12 @@ def block_matmul(x_TK: Quantized, w_NK: Quantized) -> Tensor:
 
 
 def saturated(x_SGD: Tensor, scale_G: Tensor) -> Tensor:
-    """Elements beyond the range of their FP8 scale: these get no gradient."""
+    """Elements beyond the range of their FP8 scale: these are counted, and get no gradient."""
     return x_SGD.float().abs() > scale_G[None, :, None] * E4M3_MAX
 
 
 def _value(weight: PackedWeight) -> Tensor:
-    assert weight.codes is not None
+    if weight.codes is None:
+        assert weight.plain is not None
+        return weight.plain
     return weight.codes.dequantize()

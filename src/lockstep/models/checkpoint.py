@@ -32,6 +32,8 @@ INDEX = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 READABLE_DTYPES = ("F32", "BF16", "F16")
+SCALE_SUFFIX = "_scale_inv"
+"""DeepSeek's name for the scales of a block-quantized tensor: they are what a code is multiplied by."""
 _DOWNLOAD = "download the folder again, complete (for example `hf download NAME --local-dir DIR`)"
 
 
@@ -67,24 +69,41 @@ def load_config(folder: str | Path) -> ModelSpec:
     return ModelSpec.from_hf(read_json(path), where=str(path))
 
 
-def load_tensors(folder: str | Path, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
+def load_tensors(
+    folder: str | Path, spec: ModelSpec, fp8: Mapping[str, tuple[int, int]] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor that `spec` expects, in model order and in its stored type (FP32, BF16 or FP16), on the CPU.
 
+    `fp8` names tensors that must be stored as e4m3 codes, with the shape of the FP32 scales that follow each of them.
     Names, shapes, types and a redundant tied head are checked before this returns; finiteness as values are read. The
     tensors are views of the mapped file: copy what you keep. Raises `CheckpointError` listing the names.
     """
     folder = Path(folder)
     files = _tensor_files(folder)
     headers = _read_headers(folder, sorted(set(files.values())), files)
-    expected = expected_tensors(spec)
+    expected, types = with_scales(expected_tensors(spec), fp8 or {})
     redundant_head = spec.tie_embeddings and HEAD in headers
     if redundant_head:
         expected[HEAD] = expected[EMBEDDING]
-    _check_headers(folder, spec, expected, headers)
+    _check_headers(folder, spec, expected, types, headers)
     if redundant_head:
         _check_tied_head(folder, files)
         del expected[HEAD]
     return _stream(folder, files, list(expected))
+
+
+def with_scales(
+    shapes: Mapping[str, tuple[int, ...]], fp8: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str, ...]]]:
+    """The shapes with those of scales after their codes, and the stored types of both."""
+    expected: dict[str, tuple[int, ...]] = {}
+    types: dict[str, tuple[str, ...]] = {}
+    for name, shape in shapes.items():
+        expected[name] = shape
+        if name in fp8:
+            expected[name + SCALE_SUFFIX] = fp8[name]
+            types |= {name: ("F8_E4M3",), name + SCALE_SUFFIX: ("F32",)}
+    return expected, types
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
@@ -160,6 +179,7 @@ def _check_headers(
     folder: Path,
     spec: ModelSpec,
     expected: Mapping[str, tuple[int, ...]],
+    readable: Mapping[str, tuple[str, ...]],
     headers: Mapping[str, tuple[tuple[int, ...], str]],
 ) -> None:
     missing = [name for name in expected if name not in headers]
@@ -169,7 +189,7 @@ def _check_headers(
         shape, stored = headers[name]
         if shape != expected[name]:
             shapes.append(f"{name} is {list(shape)}, expected {list(expected[name])}")
-        if stored not in READABLE_DTYPES:
+        if stored not in readable.get(name, READABLE_DTYPES):
             types.append(f"{name} is {stored}")
     found = {"missing": missing, "unexpected": extra, "wrong shape": shapes, "wrong type": types}
     problems = [f"{what}: {listing(names)}" for what, names in found.items() if names]
@@ -178,7 +198,9 @@ def _check_headers(
     fix = "the tensors must be exactly those that config.json describes"
     if missing == [HEAD] and not spec.tie_embeddings:
         fix = "if the head is the embedding, set tie_word_embeddings to true in config.json"
-    elif types or any(name.endswith(("_scale", "_scale_inv")) for name in extra):
+    elif any(name.endswith("experts.gate_up_proj") for name in extra):
+        fix = "save it with one tensor an expert, as on the hub: save_pretrained(DIR, save_original_format=True)"
+    elif not readable and (types or any(name.endswith(("_scale", "_scale_inv")) for name in extra)):
         fix = f"give the BF16 checkpoint ({', '.join(READABLE_DTYPES)} can be read); the flow quantizes"
     raise CheckpointError("; ".join(problems), where=str(folder), why=f"family {spec.family}", fix=fix)
 

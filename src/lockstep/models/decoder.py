@@ -1,4 +1,4 @@
-"""The one decoder: Llama 3, Qwen2, Qwen3, SmolLM2. Trainer and embedded engine run this class and nothing else.
+"""The one decoder: Llama 3, Qwen2, Qwen3, Qwen3-MoE, SmolLM2. Trainer and embedded engine run this class and nothing else.
 
 Parameters carry Hugging Face's names, so a checkpoint is loaded and saved without a mapping. Rows are packed, [T, ...]:
 there is no batch dimension and no padding; which rows belong together is the attention context's knowledge.
@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.kernels.table import Kernels
+from lockstep.models import fused
 from lockstep.models.frequencies import inverse_frequencies
 from lockstep.models.spec import ModelSpec
 from lockstep.nn.attention import Attention
 from lockstep.nn.context import AttentionContext
 from lockstep.nn.head import Table
+from lockstep.nn.linear import Projection
 from lockstep.nn.mlp import MLP
+from lockstep.nn.moe import MoE
 from lockstep.nn.norm import RMSNorm
 from lockstep.nn.rope import Rope
 from lockstep.nn.working import Refreshed, Working
@@ -30,7 +33,7 @@ from lockstep.numerics.flow import Flow
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP with residuals in the activation type."""
+    """Pre-norm attention and MLP (or mixture of experts) with residuals in the activation type."""
 
     def __init__(self, spec: ModelSpec, rope: Rope, *, flow: Flow, layer: int, kernels: Kernels) -> None:
         super().__init__()
@@ -51,12 +54,31 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(
             spec.hidden_size, spec.rms_norm_eps, flow=flow, kernels=kernels
         )
-        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, flow=flow, layer=layer, kernels=kernels)
+        self.mlp = feed_forward(spec, flow=flow, layer=layer, kernels=kernels)
 
     def forward(self, h_TK: Tensor, context: AttentionContext, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """[T, K] to [T, K]."""
         h_TK = h_TK + self.self_attn(self.input_layernorm(h_TK), context, cos_sin)
-        return h_TK + self.mlp(self.post_attention_layernorm(h_TK))  # type: ignore[no-any-return]
+        x_TK = self.post_attention_layernorm(h_TK)
+        y_TK: Tensor = self.mlp(x_TK, context.routes) if isinstance(self.mlp, MoE) else self.mlp(x_TK)
+        return h_TK + y_TK
+
+
+def feed_forward(spec: ModelSpec, *, flow: Flow, layer: int, kernels: Kernels) -> MLP | MoE:
+    """The second half of a decoder layer, as the spec says for it."""
+    moe = spec.moe
+    if moe is None or not spec.is_sparse(layer):
+        return MLP(spec.hidden_size, spec.intermediate_size, flow=flow, layer=layer, kernels=kernels)
+    return MoE(
+        hidden=spec.hidden_size,
+        intermediate=moe.intermediate_size,
+        experts=moe.num_experts,
+        count=moe.experts_per_token,
+        normalize=moe.norm_topk_prob,
+        flow=flow,
+        layer=layer,
+        kernels=kernels,
+    )
 
 
 class Trunk(nn.Module):
@@ -82,7 +104,14 @@ class Decoder(nn.Module):
         self.model = Trunk(spec, flow=flow, kernels=kernels)
         if not spec.tie_embeddings:
             self.lm_head = Table(spec.vocab_size, spec.hidden_size, flow=flow, kernels=kernels)
-        self.version = 0
+        self.version = self.refreshes = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the working copies are; before the first refresh, where the masters are."""
+        packed = self.model.embed_tokens.packed
+        known = packed.plain if packed is not None else None
+        return known.device if known is not None else self.model.embed_tokens.weight.device
 
     @property
     def head(self) -> Table:
@@ -91,10 +120,13 @@ class Decoder(nn.Module):
 
     def hidden(self, ids_T: Tensor, context: AttentionContext) -> Tensor:
         """Final normed hidden states [T, K] of token ids [T]."""
+        if self.kernels.fused and not torch.is_grad_enabled():
+            return fused.hidden(self, ids_T, context)  # type: ignore[arg-type]
         cos_sin = self.model.rope.at(context.positions_T)
         h_TK = self.model.embed_tokens(ids_T)
         for layer in self.model.layers:
             h_TK = layer(h_TK, context, cos_sin)
+        context.finish()
         return self.model.norm(h_TK)  # type: ignore[no-any-return]
 
     def working(self) -> Iterator[tuple[str, Working]]:
@@ -108,7 +140,16 @@ class Decoder(nn.Module):
         with torch.no_grad():
             refreshed = [module.refresh(name) for name, module in self.working()]
         self.version = version
+        self.refreshes += 1
         return refreshed
+
+    def stack(self) -> None:
+        """Stacks weights that share an input now, where the backend multiplies them at once, and not in the first forward:
+        working copies become views of their stack, so they move."""
+        for module in self.modules():
+            for projection in module.__dict__.values():
+                if isinstance(projection, Projection):
+                    projection.stacked()
 
     def digest(self) -> str:
         """SHA-256 over names, codes, scales, plain values and biases: equal working copies, equal digest."""

@@ -17,9 +17,14 @@ from lockstep.errors import CheckpointError
 if TYPE_CHECKING:
     from lockstep.models.spec import ModelSpec
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
-_DENSE = "use a dense Llama 3, Qwen2, Qwen2.5, Qwen3 or SmolLM2 checkpoint"
+_DENSE = "use a Llama 3, Qwen2, Qwen2.5, Qwen3, Qwen3-MoE or SmolLM2 checkpoint"
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, 0.0, [], {})
 _UNIT: tuple[Any, ...] = (None, 1, 1.0)
 # Field -> values under which it changes nothing, why anything else is refused, what to do.
@@ -37,9 +42,9 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "auto_map": (_NEUTRAL, "the checkpoint brings its own code", _DENSE),
     "hidden_act": ((None, "silu", "swish"), "only SiLU gates are implemented", _DENSE),
     "mlp_bias": (_NEUTRAL, "MLP projections have no bias here", _DENSE),
-    "num_experts": (_NEUTRAL, "mixture of experts is not supported", _DENSE),
-    "num_local_experts": (_NEUTRAL, "mixture of experts is not supported", _DENSE),
-    "n_routed_experts": (_NEUTRAL, "mixture of experts is not supported", _DENSE),
+    "num_experts": (_NEUTRAL, "only qwen3_moe has experts here", _DENSE),
+    "num_local_experts": (_NEUTRAL, "only qwen3_moe has experts here", _DENSE),
+    "n_routed_experts": (_NEUTRAL, "this kind of mixture of experts is not supported", _DENSE),
     "partial_rotary_factor": (_UNIT, "rope covers the whole head here", _DENSE),
     "rotary_pct": (_UNIT, "rope covers the whole head here", _DENSE),
     "rope_interleaved": (_NEUTRAL, "rope pairs the two halves of a head here", _DENSE),
@@ -55,6 +60,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "add_cross_attention": (_NEUTRAL, "only decoders are implemented", _DENSE),
     "per_layer_config": (_NEUTRAL, "all layers share one shape here", _DENSE),
 }
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")
+"""The number of experts on the hub, and as transformers 5 writes it."""
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -113,14 +120,15 @@ class _Fields:
 
 
 def read_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Constructor arguments of the `ModelSpec` that `config` describes, `rope` being those of its `RopeSpec`.
+    """Constructor arguments of the `ModelSpec` that `config` describes; `rope` and `moe` are those of its parts.
 
     Raises `CheckpointError` for a field that is missing, has the wrong type, or asks for mathematics we don't have.
     """
     fields = _Fields(config, where)
     family = _family(fields)
     for key, (neutral, why, fix) in _REFUSED.items():
-        if config.get(key) not in neutral:
+        counts_experts = family == "qwen3_moe" and key in _EXPERT_COUNTS
+        if config.get(key) not in neutral and not counts_experts:
             raise fields.refuse(f"{key} is {config[key]!r}", why, fix)
     layers, heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     hidden = fields.integer("hidden_size")
@@ -143,7 +151,8 @@ def read_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "tie_embeddings": fields.boolean("tie_word_embeddings"),
         "attention_bias": bias,
         "attention_output_bias": bias and family != "qwen2",
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "moe": _read_moe(fields) if family == "qwen3_moe" else None,
         "bos_id": bos[0] if bos else None,
         "eos_ids": fields.token_ids("eos_token_id"),
         "pad_id": pad[0] if pad else None,
@@ -154,7 +163,7 @@ def _family(fields: _Fields) -> str:
     model_type = fields.config.get("model_type")
     if model_type not in ARCHITECTURES:
         raise fields.refuse(
-            f"model_type {model_type!r} is not supported", "llama, qwen2 and qwen3 are", _DENSE
+            f"model_type {model_type!r} is not supported", f"{', '.join(ARCHITECTURES)} are", _DENSE
         )
     named = fields.config.get("architectures") or [ARCHITECTURES[model_type]]
     if named != [ARCHITECTURES[model_type]]:
@@ -175,6 +184,27 @@ def _head_dim(fields: _Fields, family: str, hidden: int, heads: int) -> int:
             f"head_dim is missing and num_attention_heads {heads} doesn't divide hidden_size {hidden}"
         )
     return hidden // heads
+
+
+def _read_moe(fields: _Fields) -> dict[str, Any]:
+    """Arguments of the `MoESpec`."""
+    counts = [key for key in _EXPERT_COUNTS if fields.config.get(key) is not None]
+    if len({fields.integer(key) for key in counts}) > 1:
+        raise fields.refuse(
+            f"num_experts is {fields.config['num_experts']}, num_local_experts {fields.config['num_local_experts']}",
+            "they name the same number",
+        )
+    dense = fields.config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
+        raise fields.refuse(f"mlp_only_layers must be a list of layer numbers, got {dense!r}")
+    return {
+        "num_experts": fields.integer(counts[0] if counts else "num_experts"),
+        "experts_per_token": fields.integer("num_experts_per_tok"),
+        "intermediate_size": fields.integer("moe_intermediate_size"),
+        "norm_topk_prob": fields.boolean("norm_topk_prob"),
+        "sparse_step": fields.integer("decoder_sparse_step", 1),
+        "dense_layers": tuple(sorted(set(dense))),
+    }
 
 
 def _refuse_sliding_window(fields: _Fields, family: str, layers: int) -> None:
@@ -277,6 +307,15 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         config |= {"attention_bias": spec.attention_bias, "mlp_bias": False}
     else:
         config |= {"use_sliding_window": False, "sliding_window": None}
-        if spec.family == "qwen3":
+        if spec.qk_norm:
             config["attention_bias"] = spec.attention_bias
+    if spec.moe is not None:
+        config |= {
+            "num_experts": spec.moe.num_experts,
+            "num_experts_per_tok": spec.moe.experts_per_token,
+            "moe_intermediate_size": spec.moe.intermediate_size,
+            "norm_topk_prob": spec.moe.norm_topk_prob,
+            "decoder_sparse_step": spec.moe.sparse_step,
+            "mlp_only_layers": list(spec.moe.dense_layers),
+        }
     return config

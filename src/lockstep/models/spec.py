@@ -16,7 +16,7 @@ from typing import Any, Literal
 from lockstep.errors import CheckpointError
 from lockstep.models.hf_config import read_config, write_config
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 RopeKind = Literal["default", "linear", "llama3"]
 
 
@@ -66,8 +66,39 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class MoESpec:
+    """Mixture of experts in place of the MLP: a row goes to the `experts_per_token` experts of highest softmax score."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    num_experts: int
+    """Experts of a sparse layer."""
+    experts_per_token: int
+    """How many of them compute a row."""
+    intermediate_size: int
+    """Width of one expert's gated MLP."""
+    norm_topk_prob: bool = False
+    """The chosen scores are divided by their sum."""
+    sparse_step: int = 1
+    """Every `sparse_step`th layer is sparse, the others have the dense MLP: layers `sparse_step - 1`, `2 sparse_step - 1`, ..."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have the dense MLP whatever `sparse_step` says, ascending (`mlp_only_layers`)."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "experts_per_token", "intermediate_size", "sparse_step"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"moe.{name} must be positive, got {getattr(self, name)}")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"moe.experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}"
+            )
+        if list(self.dense_layers) != sorted(set(self.dense_layers)):
+            raise ValueError(f"moe.dense_layers must ascend without repetition, got {self.dense_layers}")
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """Shape and mathematics of one dense decoder (pre-norm RMSNorm, grouped-query attention, SwiGLU)."""
+    """Shape and mathematics of one decoder (pre-norm RMSNorm, grouped-query attention, SwiGLU, dense or of experts)."""
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -100,7 +131,9 @@ class ModelSpec:
     attention_output_bias: bool = False
     """The output projection has one too (`attention_bias` in `llama` and `qwen3`, never in `qwen2`)."""
     qk_norm: bool = False
-    """RMSNorm over `head_dim` on every query and key head before rope (`qwen3` always, the others never)."""
+    """RMSNorm over `head_dim` on every query and key head before rope (`qwen3` and `qwen3_moe` always, the others never)."""
+    moe: MoESpec | None = None
+    """Mixture of experts (`qwen3_moe` always, the others never)."""
     bos_id: int | None = None
     """Token that starts a text, if any."""
     eos_ids: tuple[int, ...] = ()
@@ -126,10 +159,15 @@ class ModelSpec:
                     raise ValueError(f"{name} {token} is outside the vocabulary of {self.vocab_size}")
 
     def _check_family(self) -> None:
-        if self.family not in ("llama", "qwen2", "qwen3"):
-            raise ValueError(f"family {self.family!r} is not supported: llama, qwen2, qwen3 are")
-        if self.qk_norm != (self.family == "qwen3"):
+        if self.family not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
+            raise ValueError(f"family {self.family!r} is not supported: llama, qwen2, qwen3, qwen3_moe are")
+        if self.qk_norm != (self.family in ("qwen3", "qwen3_moe")):
             raise ValueError(f"qk_norm={self.qk_norm} does not exist in family {self.family}")
+        if (self.moe is not None) != (self.family == "qwen3_moe"):
+            raise ValueError(f"moe={self.moe} does not exist in family {self.family}")
+        dense = self.moe.dense_layers if self.moe is not None else ()
+        if any(not 0 <= layer < self.num_layers for layer in dense):
+            raise ValueError(f"moe.dense_layers {dense} are not all among the {self.num_layers} layers")
         if self.family == "qwen2" and (not self.attention_bias or self.attention_output_bias):
             raise ValueError("family qwen2 always has a bias on q, k, v and never on o")
         if self.family != "qwen2" and self.attention_bias != self.attention_output_bias:
@@ -149,6 +187,16 @@ class ModelSpec:
         """Rows of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer has experts in place of the dense MLP."""
+        moe = self.moe
+        return moe is not None and layer not in moe.dense_layers and (layer + 1) % moe.sparse_step == 0
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Every layer that has experts, ascending."""
+        return tuple(layer for layer in range(self.num_layers) if self.is_sparse(layer))
+
     @property
     def num_parameters(self) -> int:
         """Trainable values; a tied head counts once."""
@@ -162,7 +210,8 @@ class ModelSpec:
         """
         fields = read_config(config, where)
         try:
-            return cls(**{**fields, "rope": RopeSpec(**fields["rope"])})
+            moe = fields["moe"] and MoESpec(**fields["moe"])
+            return cls(**{**fields, "rope": RopeSpec(**fields["rope"]), "moe": moe})
         except ValueError as error:
             raise CheckpointError(str(error), where=where) from error
 
@@ -173,7 +222,7 @@ class ModelSpec:
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint with its shape, in model order, under Hugging Face names ([out, in] for linears)."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
+    hidden = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
     for i in range(spec.num_layers):
         layer = f"model.layers.{i}."
@@ -189,12 +238,26 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[layer + "self_attn.q_norm.weight"] = (spec.head_dim,)
             shapes[layer + "self_attn.k_norm.weight"] = (spec.head_dim,)
         shapes[layer + "post_attention_layernorm.weight"] = (hidden,)
-        shapes[layer + "mlp.gate_proj.weight"] = (inner, hidden)
-        shapes[layer + "mlp.up_proj.weight"] = (inner, hidden)
-        shapes[layer + "mlp.down_proj.weight"] = (hidden, inner)
+        shapes |= _feed_forward_tensors(spec, i, layer + "mlp.")
     shapes["model.norm.weight"] = (hidden,)
     if not spec.tie_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def _feed_forward_tensors(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Of one layer: the gated MLP, or the router and one gated MLP for each expert."""
+    hidden, inner, moe = spec.hidden_size, spec.intermediate_size, spec.moe
+    shapes: dict[str, tuple[int, ...]] = {}
+    prefixes = [prefix]
+    if moe is not None and spec.is_sparse(layer):
+        shapes[prefix + "gate.weight"] = (moe.num_experts, hidden)
+        inner = moe.intermediate_size
+        prefixes = [f"{prefix}experts.{i}." for i in range(moe.num_experts)]
+    for name in prefixes:
+        shapes[name + "gate_proj.weight"] = (inner, hidden)
+        shapes[name + "up_proj.weight"] = (inner, hidden)
+        shapes[name + "down_proj.weight"] = (hidden, inner)
     return shapes
 
 
@@ -219,6 +282,12 @@ PRESETS: dict[str, ModelSpec] = {
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-30b-a3b": ModelSpec(
+        family="qwen3_moe", vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_layers=48,
+        num_heads=32, num_kv_heads=4, head_dim=128, rms_norm_eps=1e-6, rope=RopeSpec(theta=1e6),
+        max_position=40_960, qk_norm=True, moe=MoESpec(128, 8, 768, norm_topk_prob=True), bos_id=151_643,
+        eos_ids=(151_645,),
+    ),
     "llama-3.1-8b": _llama3(4096, 14_336, 32, 128, factor=8.0, tied=False),
     "llama-3.2-1b": _llama3(2048, 8192, 16, 64, factor=32.0, tied=True),
     "qwen2.5-7b": ModelSpec(

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lockstep.errors import CheckpointError
 from lockstep.models.checkpoint import save
-from lockstep.models.spec import Family, ModelSpec, RopeSpec, expected_tensors
+from lockstep.models.spec import Family, ModelSpec, MoESpec, RopeSpec, expected_tensors
 
 CHARS = string.digits + "+-*/=" + " \n" + string.ascii_letters + ".,:;?!()[]'\"_<>"
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")
@@ -42,9 +42,21 @@ def tiny_spec(
     family: Family = "llama",
     tied: bool = True,
     max_position: int = 1024,
+    experts: int | None = None,
+    experts_per_token: int | None = None,
+    expert_intermediate: int | None = None,
 ) -> ModelSpec:
-    """Shape of a tiny model. `head_dim` defaults to `hidden // heads`; sizes need not be multiples of 128."""
+    """Shape of a tiny model. `head_dim` defaults to `hidden // heads`; sizes need not be multiples of 128.
+
+    A `qwen3_moe` has 8 experts of half the `intermediate` width, 2 for a token; other families refuse the last three.
+    """
     try:
+        moe = None
+        if family == "qwen3_moe":
+            width = expert_intermediate or max(intermediate // 2, 1)
+            moe = MoESpec(experts or 8, experts_per_token or 2, width, norm_topk_prob=True)
+        elif any((experts, experts_per_token, expert_intermediate)):
+            raise ValueError(f"experts do not exist in family {family}: use qwen3_moe")
         return ModelSpec(
             family=family,
             vocab_size=len(SPECIAL) + len(dict.fromkeys(chars)),
@@ -58,7 +70,8 @@ def tiny_spec(
             max_position=max_position,
             tie_embeddings=tied,
             attention_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            moe=moe,
             bos_id=_BOS,
             eos_ids=(_EOS,),
             pad_id=_PAD,
@@ -126,6 +139,9 @@ def make_tiny(
     family: Family = "llama",
     tied: bool = True,
     max_position: int = 1024,
+    experts: int | None = None,
+    experts_per_token: int | None = None,
+    expert_intermediate: int | None = None,
     dtype: torch.dtype = torch.float32,
     overwrite: bool = False,
 ) -> ModelSpec:
@@ -141,6 +157,9 @@ def make_tiny(
         family=family,
         tied=tied,
         max_position=max_position,
+        experts=experts,
+        experts_per_token=experts_per_token,
+        expert_intermediate=expert_intermediate,
     )
     tokenizer = char_tokenizer(chars, max_position)
     save(out_dir, spec, random_tensors(spec, seed), dtype=dtype, tokenizer=tokenizer, overwrite=overwrite)

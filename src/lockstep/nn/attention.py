@@ -46,6 +46,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(head_dim, qk_norm_eps, flow=flow, kernels=kernels)
             self.k_norm = RMSNorm(head_dim, qk_norm_eps, flow=flow, kernels=kernels)
         self.rope = rope
+        self.query_scale = flow.query_scale
 
     def forward(self, x_TK: Tensor, context: AttentionContext, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """[T, K] to [T, K]."""
@@ -55,5 +56,5 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TGD = self.q_norm(q_THD), self.k_norm(k_TGD)
         q_THD, k_TGD = self.rope.rotate(q_THD, cos_sin), self.rope.rotate(k_TGD, cos_sin)
-        out_THD = context.attend(self.layer, q_THD, k_TGD, v_TGD)
+        out_THD = context.attend(self.layer, q_THD, k_TGD, v_TGD, self.query_scale)
         return self.o_proj(out_THD.flatten(1))  # type: ignore[no-any-return]

@@ -2,7 +2,8 @@
 
 A tied head is the embedding's own module, so there is one master, one working copy and one gradient (field failure 68).
 The training function walks over rows in chunks, keeps the log-normalizer and recomputes logits in the backward pass; it and
-the engine's sampler take log-probabilities from the same two kernels, `logits` and `log_normalizer`.
+the engine's sampler take log-probabilities from the same two kernels, `logits` and `log_normalizer`; a token drawn from a
+truncated distribution is normalised on both sides over the ids that the sampler recorded (`sampling_mask.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.kernels.table import Kernels
+from lockstep.nn.sampling_mask import SamplingMask
 from lockstep.nn.working import Working
 from lockstep.numerics.flow import Flow
 from lockstep.numerics.formats import BF16
@@ -37,12 +39,16 @@ class Table(Working):
         """[T, V] FP32 over each row's temperature, without gradient."""
         return self.kernels.logits(h_TK, self.working, temperature_T)
 
-    def log_probs(self, h_TK: Tensor, targets_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Tensor]:
+    def log_probs(
+        self, h_TK: Tensor, targets_T: Tensor, temperature_T: Tensor, mask: SamplingMask | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(log-probability of each target, entropy of each distribution) [T] FP32, differentiable.
 
-        The distribution is the one sampled from: `temperature_T` travels with the sample (field failure 36).
+        The distribution is the one sampled from: `temperature_T` travels with the sample (field failure 36), and so does
+        `mask`, the ids that truncation kept (field failure 37). A target must be among its token's kept ids.
         """
-        return _LogProbs.apply(h_TK, self.weight, targets_T, temperature_T, self)  # type: ignore[no-any-return]
+        mask = None if mask is None else mask.to(h_TK.device)
+        return _LogProbs.apply(h_TK, self.weight, targets_T, temperature_T, self, mask)  # type: ignore[no-any-return]
 
 
 def target_log_prob(logits_TV: Tensor, log_normalizer_T: Tensor, targets_T: Tensor) -> Tensor:
@@ -68,7 +74,13 @@ class _Lookup(torch.autograd.Function):
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_TK: Tensor, weight: Tensor, targets_T: Tensor, temperature_T: Tensor, table: Table
+        ctx: Any,
+        h_TK: Tensor,
+        weight: Tensor,
+        targets_T: Tensor,
+        temperature_T: Tensor,
+        table: Table,
+        mask: SamplingMask | None,
     ) -> Any:
         kernels = table.kernels
         log_probs, normalizers, entropies = [], [], []
@@ -76,10 +88,17 @@ class _LogProbs(torch.autograd.Function):
             rows = slice(start, start + CHUNK)
             logits = kernels.logits(h_TK[rows], table.working, temperature_T[rows])
             normalizer = kernels.log_normalizer(logits)
-            log_probs.append(target_log_prob(logits, normalizer, targets_T[rows]))
+            kept = None if mask is None else mask.rows(start, start + len(logits))
+            if kept is None:
+                log_probs.append(target_log_prob(logits, normalizer, targets_T[rows]))
+                entropies.append(kernels.entropy(logits, normalizer))
+            else:
+                normalizer = kept.log_normalizer(logits, normalizer)
+                log_probs.append(target_log_prob(logits, normalizer, targets_T[rows]))
+                entropy = kept.entropy(logits, normalizer)
+                entropies.append(torch.where(kept.recorded_C, entropy, kernels.entropy(logits, normalizer)))
             normalizers.append(normalizer)
-            entropies.append(kernels.entropy(logits, normalizer))
-        ctx.table = table
+        ctx.table, ctx.mask = table, mask
         entropy_T, normalizer_T = torch.cat(entropies), torch.cat(normalizers)
         ctx.save_for_backward(h_TK, targets_T, temperature_T, normalizer_T, entropy_T)
         return torch.cat(log_probs), entropy_T
@@ -97,6 +116,10 @@ class _LogProbs(torch.autograd.Function):
             h = h_TK[rows]
             log_p = kernels.logits(h, working, temperature_T[rows]).sub_(normalizer_T[rows, None])
             p = log_p.exp()
+            kept = None if ctx.mask is None else ctx.mask.rows(start, start + len(h))
+            if kept is not None:
+                outside = kept.outside(p.shape[1])
+                p, log_p = p.masked_fill_(outside, 0.0), log_p.masked_fill_(outside, 0.0)
             d = p * -grad_T[rows, None]
             if needs_entropy:
                 d -= grad_entropy_T[rows, None] * p * (log_p + entropy_T[rows, None])
@@ -104,4 +127,4 @@ class _LogProbs(torch.autograd.Function):
             d.div_(temperature_T[rows, None])
             dh[rows] = d @ weight
             dw.addmm_(d.t(), h.float())
-        return dh.to(h_TK.dtype), dw, None, None, None
+        return dh.to(h_TK.dtype), dw, None, None, None, None

@@ -38,8 +38,8 @@ class Linear(Working):
     def __init__(
         self, inputs: int, outputs: int, *, bias: bool, flow: Flow, layer: int, kernels: Kernels
     ) -> None:
-        self.fp8 = flow.fp8_layer(layer)
-        super().__init__(kernels, flow.fprop.rhs if self.fp8 else BF16, flow.activation)
+        self.fp8 = flow.fp8_layer(layer) and flow.fprop.lhs.is_fp8
+        super().__init__(kernels, flow.fprop.rhs if flow.fp8_layer(layer) else BF16, flow.activation)
         self.flow = flow
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
@@ -89,6 +89,12 @@ class Projection:
     def __call__(self, x_TK: Tensor) -> tuple[Tensor, ...]:
         """The outputs [T, N] of every linear for one input."""
         parameters = [p for linear in self.linears for p in (linear.weight, linear.bias)]
+        first = self.linears[0]
+        if first.fp8 != first.operand.is_fp8 and torch.is_grad_enabled():
+            raise ValueError(
+                f"{first.flow.fprop.lhs} inputs against {first.operand} weights are for probes without gradient: "
+                "training needs both operands in FP8, or none"
+            )
         return _Project.apply(x_TK, self, *parameters)  # type: ignore[no-any-return]
 
     def stacked(self) -> PackedWeight | None:
@@ -97,10 +103,11 @@ class Projection:
             return self.linears[0].working if self.linears[0].working.dense is not None else None
         if any(a is not b.packed for a, b in zip(self._seen, self.linears, strict=False)) or not self._seen:
             self._stacked = self.linears[0].kernels.fuse([linear.working for linear in self.linears])
-            if self._stacked is not None and self._stacked.dense is not None:
-                parts = self._stacked.dense.split(self.sizes)
+            if self._stacked is not None:
+                working = [linear.working for linear in self.linears]
+                parts = self.linears[0].kernels.parts_of(self._stacked, working)
                 for linear, part in zip(self.linears, parts, strict=True):
-                    linear.packed = replace(linear.working, dense=part)
+                    linear.packed = part
             self._seen = tuple(linear.packed for linear in self.linears)
         return self._stacked
 

@@ -18,13 +18,16 @@ class Rope:
         self.kernels = kernels
         self.table_PD = torch.empty(0, 2, len(self.inverse))
 
+    def reserve(self, positions: int, device: torch.device) -> None:
+        """Makes sure the table has entries for that many positions on this device."""
+        if positions > len(self.table_PD) or self.table_PD.device != device:
+            length = max(positions, 2 * len(self.table_PD), 256)
+            angle = torch.arange(length, dtype=torch.float64)[:, None] * self.inverse.cpu()
+            self.table_PD = torch.stack([angle.cos(), angle.sin()], 1).float().to(device)
+
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) [T, D / 2] FP32 at these positions."""
-        needed = int(positions_T.max()) + 1 if len(positions_T) else 0
-        if needed > len(self.table_PD):
-            length = max(needed, 2 * len(self.table_PD), 256)
-            angle = torch.arange(length, dtype=torch.float64)[:, None] * self.inverse.cpu()
-            self.table_PD = torch.stack([angle.cos(), angle.sin()], 1).float().to(positions_T.device)
+        self.reserve(int(positions_T.max()) + 1 if len(positions_T) else 0, positions_T.device)
         both = self.table_PD[positions_T]
         return both[:, 0], both[:, 1]
 

@@ -103,10 +103,25 @@ CHARTS = (
         "Trainer's against rollout's log-probabilities, in nats; zero has its own line",
         (
             Line("largest |Δlogp|", ("mismatch/max_abs_dlogp",)),
+            Line("99th percentile", ("mismatch/p99_abs_dlogp",)),
             Line("mean |Δlogp|", ("mismatch/mean_abs_dlogp",)),
             Line("KL (k3)", ("mismatch/kl_k3", "rollout_corr/k3_kl")),
+            Line("band of the mean", ("controller/band",)),
         ),
         scale="zero-log",
+    ),
+    Chart(
+        "Agreement",
+        "Mismatch by position",
+        "Mean |Δlogp| of tokens at these positions of a completion, in nats",
+        (Line("", ("mismatch/position_<range>",)),),
+        scale="zero-log",
+    ),
+    Chart(
+        "Agreement",
+        "Effective sample size",
+        "Share of the tokens that weighing by trainer over rollout would leave; 1 when they agree",
+        (Line("tokens", ("mismatch/ess",)),),
     ),
     Chart(
         "Agreement",

@@ -16,7 +16,14 @@ from lockstep.observe.jsonl import LineFile
 from lockstep.observe.live import make_live
 from lockstep.observe.report import build_report
 from lockstep.observe.rundir import RunDir
-from lockstep.observe.sinks import JsonlSink, MetricSink, ReceiptsSink, SampleRecord, SamplesSink
+from lockstep.observe.sinks import (
+    ControllerSink,
+    JsonlSink,
+    MetricSink,
+    ReceiptsSink,
+    SampleRecord,
+    SamplesSink,
+)
 from lockstep.observe.spec import ObserveSpec
 
 
@@ -34,6 +41,7 @@ class RunLogger:
         self._metrics = JsonlSink(self._dir.metrics_file)
         self._samples = SamplesSink(self._dir.samples_file, spec.samples_per_step)
         self._receipts = ReceiptsSink(self._dir.receipts_file)
+        self._controller = ControllerSink(self._dir.controller_file)
         self._notes = LineFile(self._dir.notes_file, order="free")
         self._views = self._make_views()
         self._live = make_live(spec.live, total_steps, stream or sys.stdout, self._dir.path.name)
@@ -85,6 +93,10 @@ class RunLogger:
         that a resumed run publishes again have theirs already."""
         self._receipts.write(step, receipt)
 
+    def control(self, step: int, order: Mapping[str, Any]) -> None:
+        """Keep what the mismatch controller ordered at the end of this step."""
+        self._controller.write(step, order)
+
     def busy(self, done: int, total: int, what: str = "rollout") -> None:
         """What is going on within a step, where the live view has a place for it."""
         self._live.busy(f"{what} {done}/{total}")
@@ -99,6 +111,7 @@ class RunLogger:
         self._metrics.truncate(step)
         self._samples.truncate(step)
         self._receipts.truncate(step)
+        self._controller.truncate(step)
         kept = self._dir.lines(self._dir.metrics_file)
         for view in self._views:
             view.truncate(step, kept)
@@ -109,7 +122,7 @@ class RunLogger:
             return
         self._closed = True
         self._live.close()
-        for file in (self._metrics, self._samples, self._receipts, self._notes):
+        for file in (self._metrics, self._samples, self._receipts, self._controller, self._notes):
             file.close()
         for view in self._views:
             view.close()

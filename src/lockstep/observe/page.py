@@ -88,6 +88,8 @@ svg text{font-size:11px;fill:var(--soft);font-variant-numeric:tabular-nums}
 svg .y{text-anchor:end}svg .x,svg .remark{text-anchor:middle}
 svg .remark{font-size:13px;fill:var(--good);font-weight:600}
 .muted{color:var(--soft);margin:8px 0}
+.plots+.card,.advice{margin-top:14px}
+.advice{padding:2px 14px}.advice pre{padding:6px 0 14px}
 .scroll{overflow-x:auto}
 table{width:100%;border-collapse:collapse;font-size:14px}
 th{padding:9px 12px;text-align:left;font-weight:600;color:var(--soft);font-size:13px;white-space:nowrap;

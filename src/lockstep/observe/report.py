@@ -15,13 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DataError
+from lockstep.observe.attribution import read_attribution, section
 from lockstep.observe.charts import CHARTS, CORE, plot_of
 from lockstep.observe.history import History, Points, finite
 from lockstep.observe.live import duration
 from lockstep.observe.page import Section, page
 from lockstep.observe.plots import draw, short
 from lockstep.observe.rundir import RunDir
-from lockstep.observe.tables import metrics_table, notes_list, receipts_table, samples_table, shown, when
+from lockstep.observe.tables import (
+    controller_table,
+    metrics_table,
+    notes_list,
+    receipts_table,
+    samples_table,
+    shown,
+    when,
+)
 from lockstep.observe.verdict import verdict, worst_differences
 
 ICONS = {
@@ -54,8 +63,11 @@ def build_report(run_dir: Path | str) -> Path:
     summary = run.summary()
     name = run.path.resolve().name
     head = _headline(name, history, config, summary)
+    attribution = read_attribution(run.attribution_file)
     sections = [
         *_plot_sections(history),
+        *([section(attribution)] if attribution else []),
+        Section("controller", "Controller", controller_table(run.lines(run.controller_file))),
         Section("samples", "Samples", samples_table(samples)),
         Section("receipts", "Receipts", receipts_table(receipts)),
         Section("notes", "Notes", notes_list(run.lines(run.notes_file))),

@@ -33,6 +33,11 @@ class RunDir:
         return self.path / "receipts.jsonl"
 
     @property
+    def controller_file(self) -> Path:
+        """One line an order of the mismatch controller."""
+        return self.path / "controller.jsonl"
+
+    @property
     def notes_file(self) -> Path:
         """One-off remarks, with the wall clock; never cut, since they tell what happened."""
         return self.path / "notes.jsonl"
@@ -46,6 +51,11 @@ class RunDir:
     def summary_file(self) -> Path:
         """What the run came to, written at its end."""
         return self.path / "summary.json"
+
+    @property
+    def attribution_file(self) -> Path:
+        """What `lockstep attribute` found, if it was run."""
+        return self.path / "attribution.json"
 
     @property
     def report_file(self) -> Path:

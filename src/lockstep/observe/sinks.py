@@ -129,6 +129,10 @@ class ReceiptsSink:
         self._file.close()
 
 
+class ControllerSink(ReceiptsSink):
+    """controller.jsonl: what the mismatch controller ordered at the end of a step, why, and what became of it."""
+
+
 class ServiceSink:
     """A tracking service: one of its runs, opened by the first line.
 

@@ -160,6 +160,23 @@ def receipts_table(receipts: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def controller_table(orders: Sequence[Mapping[str, Any]]) -> str:
+    """What the mismatch controller ordered and what became of it, oldest first; empty when it never did."""
+    if not orders:
+        return ""
+    heads = ("step", "action", "reason", "what was done")
+    head = "".join(f'<th scope="col">{h}</th>' for h in heads)
+    rows = "".join(
+        f"<tr><td>{escape(shown(o.get('step')))}</td><td style=\"white-space:nowrap\">{escape(shown(o.get('action')))}</td>"
+        f"<td>{escape(shown(o.get('reason')))}</td><td>{escape(shown(o.get('done')))}</td></tr>"
+        for o in list(orders)[-RECEIPTS:]
+    )
+    return (
+        '<div class="card scroll" tabindex="0" role="region" aria-label="Controller"><table class="pairs">'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
 def _receipt_cell(name: str, value: Any) -> str:
     text = shown(value)
     if name in ("digest", "hash") or len(text) > 24:

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
+from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.errors import ContractError
+from lockstep.errors import ConfigError, ContractError
 from lockstep.models.decoder import Decoder
 from lockstep.nn.kv_scales import KVScales
 from lockstep.rollout.cache import PagedCache
+from lockstep.rollout.device_cache import PAGE, DeviceCache
 from lockstep.rollout.noise import row_keys
+from lockstep.rollout.prefix_cache import PrefixCache, PrefixKey
 from lockstep.rollout.runner import Runner
 from lockstep.rollout.sampler import draw
 from lockstep.rollout.scheduler import Scheduler
@@ -25,11 +28,15 @@ from lockstep.rollout.sequence import Sequence
 from lockstep.rollout.spec import RolloutSpec
 from lockstep.rollout.types import Completion, FinishReason, Progress, Request
 
+if TYPE_CHECKING:
+    from lockstep.rollout.decode_state import DecodeState
+
 
 class EmbeddedEngine:
     """Implements `rollout.types.Engine` in this process.
 
-    detokenize: token ids to text, needed only for requests with stop strings.
+    detokenize: token ids to text, needed only for requests with stop strings. `preemptions` counts sequences that had to give
+    their pages back, `recalled` tokens that were found in the prefix cache.
     """
 
     def __init__(
@@ -42,13 +49,20 @@ class EmbeddedEngine:
     ) -> None:
         self.decoder, self.spec = decoder, spec
         self.detokenize = detokenize
-        device = next(decoder.parameters()).device
-        self.cache = PagedCache(
-            decoder.spec, decoder.flow, tokens=cache_tokens, page_size=spec.page_size, device=device
+        device = decoder.device
+        self.cache = cache_kind(decoder, spec)(
+            decoder.spec,
+            decoder.flow,
+            tokens=cache_tokens,
+            page_size=spec.page_size,
+            device=device,
+            prefix=PrefixCache(spec.page_size) if spec.prefix_cache else None,
+            record_routes=spec.routes == "replay" and decoder.spec.moe is not None,
         )
         self.runner = Runner(decoder, self.cache)
         self.scales: KVScales | None = None
-        self.preemptions = 0
+        self.state: DecodeState | None = None
+        self.preemptions = self.recalled = 0
         self.steps = 0
 
     @property
@@ -62,9 +76,29 @@ class EmbeddedEngine:
         return 0 if self.scales is None else self.scales.version
 
     def set_kv_scales(self, scales: KVScales) -> int:
-        """Takes KV scales into use between generations and echoes their version."""
-        self.scales = scales
+        """Takes KV scales into use between generations and echoes their version.
+
+        Raises ContractError for scales of another shape, not finite or not positive, for an older version than the one in
+        use, for other scales under its number, and where the flow has no FP8 KV cache.
+        """
+        spec, held = self.decoder.spec, self.scales
+        if not self.decoder.flow.kv_fp8:
+            raise ContractError("the engine was given KV scales, its flow has a BF16 KV cache")
+        scales.refuse_unless_usable(spec.num_layers, spec.num_kv_heads)
+        if held is not None and scales.version < held.version:
+            raise ContractError(
+                f"stale KV scales: v{scales.version} was given, v{held.version} is in use already"
+            )
+        if held is not None and scales.version == held.version and not scales.same_values(held):
+            raise ContractError(f"two different KV scales are called v{scales.version}")
+        self.scales = scales.to(self.cache.k.device)
         return self.scale_version
+
+    def use(self, decoder: Decoder) -> None:
+        """Samples with another decoder from now on, one of the same shape and KV cache. It must be published before the next
+        generation, under a version the engine has not had: what is cached of the old decoder is keyed by version."""
+        assert decoder.flow.kv_fp8 == self.decoder.flow.kv_fp8, "the cache was made for another KV precision"
+        self.decoder, self.runner = decoder, Runner(decoder, self.cache)
 
     def digest(self) -> str:
         """See `Decoder.digest`."""
@@ -77,6 +111,7 @@ class EmbeddedEngine:
         seed: int,
         step: int,
         expected_version: int,
+        expected_scale_version: int | None = None,
         progress: Progress | None = None,
     ) -> list[Completion]:
         """See `rollout.types.Engine.generate`."""
@@ -86,16 +121,63 @@ class EmbeddedEngine:
             )
         if self.decoder.flow.kv_fp8 and self.scales is None:
             raise ContractError("the flow has an FP8 KV cache but no KV scales were calibrated or published")
+        if expected_scale_version not in (None, self.scale_version):
+            raise ContractError(
+                f"the engine uses KV scales v{self.scale_version}, v{expected_scale_version} was expected"
+            )
+        self.cache.renew(PrefixKey(self.version, self.decoder.refreshes, self.scale_version))
         scheduler = Scheduler(self.cache, self.spec.max_running, self.spec.max_batched_tokens)
         sequences = [s for request in requests for s in scheduler.add(request)]
-        finished = 0
+        if self._loops(requests):
+            self._run_loop(scheduler, seed, step, progress)
+        else:
+            self._run_steps(scheduler, seed, step, progress)
+        self.preemptions += scheduler.preemptions
+        self.recalled += scheduler.recalled
+        assert self.cache.free_pages == self.cache.num_pages, "pages leaked"
+        return [s.completion(self.version, self.scale_version) for s in sequences]
+
+    def _run_steps(self, scheduler: Scheduler, seed: int, step: int, progress: Progress | None) -> None:
+        """Step by step, with the host in between."""
+        finished, total = 0, len(scheduler.waiting)
         while not scheduler.done:
             finished += self._step(scheduler, seed, step)
             if progress is not None:
-                progress(finished, len(sequences))
-        self.preemptions += scheduler.preemptions
-        assert self.cache.free_pages == self.cache.num_pages, "pages leaked"
-        return [s.completion(self.version, self.scale_version) for s in sequences]
+                progress(finished, total)
+
+    def _loops(self, requests: Sequences[Request]) -> bool:
+        """Whether windows of captured steps can serve these requests: on a device, without truncation or recorded routes."""
+        return (
+            self.decoder.kernels.fused
+            and self.decoder.spec.moe is None
+            and not any(r.params.truncated or len(r.params.stop_token_ids) > 8 for r in requests)
+        )
+
+    def _run_loop(self, scheduler: Scheduler, seed: int, step: int, progress: Progress | None) -> None:
+        """Windows of decode steps; the host reads one while the next runs."""
+        from lockstep.rollout.decode_loop import DecodeLoop
+        from lockstep.rollout.decode_state import DecodeState
+
+        total = len(scheduler.waiting)
+        requests = {id(s.group): s.group.request for s in scheduler.waiting}.values()
+        longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)
+        rows, state = self.spec.max_running, self.state
+        self.decoder.model.rope.reserve(longest + 1, self.cache.k.device)
+        if state is None or state.decoder is not self.decoder or state.pages < self.cache.pages_for(longest):
+            assert isinstance(self.cache, DeviceCache)
+            self.state = state = DecodeState(
+                self.decoder, self.cache, rows, longest, self.spec.window, graphs=self.spec.cuda_graphs
+            )
+        loop = DecodeLoop(
+            scheduler, self.runner, state, self.scales, self._finish_reason, seed=seed, step=step
+        )
+        while not scheduler.done:
+            loop.advance()
+            if progress is not None:
+                progress(loop.finished, total)
+        while loop.flights:
+            loop.read()
+        self.steps += loop.windows * state.window
 
     def _step(self, scheduler: Scheduler, seed: int, step: int) -> int:
         """One engine step; the number of sequences that finished."""
@@ -109,19 +191,16 @@ class EmbeddedEngine:
         ready = [s for s in scheduler.running if s.hidden is not None]
         finished = 0
         if ready:
-            keys = [
-                row_keys(seed, step, s.group.request.prompt_index, s.sample_index, len(s.output))
-                for s in ready
-            ]
+            keys = [row_keys(seed, step, *s.key) for s in ready]
             rows = torch.stack([s.hidden for s in ready if s.hidden is not None])
             with torch.no_grad():
                 drawn = draw(rows, self.decoder.head, [s.group.request.params for s in ready], keys)
-            for sequence, token, logprob in zip(ready, drawn.tokens, drawn.logprobs, strict=True):
-                sequence.tokens.append(token)
-                sequence.logprobs.append(logprob)
-                sequence.hidden = None
+            rows_drawn = zip(ready, drawn.tokens, drawn.logprobs, drawn.kept, strict=True)
+            for sequence, token, logprob, kept in rows_drawn:
+                sequence.take(token, logprob, kept)
                 sequence.finish_reason = self._finish_reason(sequence, token)
                 if sequence.finish_reason is not None:
+                    sequence.routes = self.cache.routes_of(sequence.pages, sequence.computed)
                     scheduler.finish(sequence)
                     finished += 1
         self.steps += 1
@@ -137,3 +216,17 @@ class EmbeddedEngine:
             if any(s in text for s in params.stop):
                 return "stop"
         return "length" if len(sequence.output) >= params.max_tokens else None
+
+
+def cache_kind(decoder: Decoder, spec: RolloutSpec) -> type[PagedCache]:
+    """The cache in the layout that the decoder's kernels read."""
+    if not decoder.kernels.fused:
+        return PagedCache
+    if spec.page_size != PAGE:
+        raise ConfigError(
+            f"pages of {spec.page_size} tokens",
+            where="rollout.page_size",
+            why=f"device kernels read pages of {PAGE}, the key step of attention",
+            fix=f"set it to {PAGE}",
+        )
+    return DeviceCache

@@ -22,6 +22,14 @@ def row_keys(seed: int, step: int, prompt: int, sample: int, position: int) -> t
     return _signed(state & 0xFFFFFFFF), _signed(state >> 32)
 
 
+def row_state(seed: int, step: int, prompt: int, sample: int) -> int:
+    """The generator's state before the position goes in, as a signed 64-bit integer: a device mixes the position in itself."""
+    state = 0x243F6A8885A308D3
+    for number in (seed, step, prompt, sample):
+        state = _splitmix64(state ^ (number & _MASK))
+    return state - (1 << 64) if state >= 1 << 63 else state
+
+
 def gumbel(keys: list[tuple[int, int]], vocabulary: int, device: torch.device) -> Tensor:
     """[rows, vocabulary] FP32 standard Gumbel noise."""
     key = torch.tensor(keys, dtype=torch.int32, device=device)

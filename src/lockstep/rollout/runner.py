@@ -9,10 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.kernels.attention_index import Run, build_index
+from lockstep.errors import ContractError
+from lockstep.kernels.attention_index import Run
 from lockstep.models.decoder import Decoder
 from lockstep.nn.context import PagedContext
-from lockstep.nn.kv_scales import KVScales
+from lockstep.nn.device_context import DevicePages
+from lockstep.nn.kv_scales import AmaxCollector, KVScales
+from lockstep.nn.routes import Routes
 from lockstep.rollout.cache import PagedCache
 from lockstep.rollout.scheduler import Work
 
@@ -22,10 +25,17 @@ class Runner:
 
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         self.decoder, self.cache = decoder, cache
+        spec, device = decoder.spec, cache.k.device
+        self.watch = AmaxCollector(spec.num_layers, spec.num_kv_heads, device)
 
     @torch.no_grad()
     def forward(self, work: list[Work], scales: KVScales | None) -> list[Tensor]:
-        """Hidden state [K] after the last computed token of each work item; advances `computed`."""
+        """Hidden state [K] after the last computed token of each work item; advances `computed`.
+
+        Raises ContractError when a key or value was not finite on its way into an FP8 cache.
+        """
+        if self.decoder.kernels.fused:
+            return self._forward_on_device(work, scales)
         runs: list[Run] = []
         ids: list[int] = []
         positions: list[Tensor] = []
@@ -41,14 +51,64 @@ class Runner:
             sequence.computed = end
         device = self.cache.k.device
         group = self.decoder.spec.num_heads // self.decoder.spec.num_kv_heads
+        slots_T, routes = torch.cat(slots).to(device), Routes()
         context = PagedContext(
             torch.cat(positions).to(device),
-            torch.cat(slots).to(device),
-            build_index(runs, group, device),
+            slots_T,
+            self.decoder.kernels.index(runs, group, device),
             self.decoder.kernels,
             self.cache.k,
             self.cache.v,
             scales,
+            self.watch,
+            routes=routes,
         )
         hidden = self.decoder.hidden(torch.tensor(ids, device=device), context)
+        if scales is not None:
+            self.watch.read()
+        if self.cache.routes is not None:
+            self.cache.routes.write(slots_T, routes)
         return [hidden[run.row + run.count - 1] for run in runs]
+
+    def _forward_on_device(self, work: list[Work], scales: KVScales | None) -> list[Tensor]:
+        """The same through the fused kernels: tiles of queries over block tables."""
+        from lockstep.kernels.triton.attention import PrefillIndex
+
+        device, size = self.cache.k.device, self.cache.page_size
+        most = max(item.count for item in work)
+        block = 128 if most > 64 else 64
+        ids: list[int] = []
+        tiles: list[tuple[int, int, int, int]] = []
+        tables, positions, slots, last = [], [], [], []
+        offset = longest = 0
+        for item in work:
+            sequence, start = item.sequence, item.sequence.computed
+            end = start + item.count
+            pages = sequence.pages[: self.cache.pages_for(end)]
+            for at in range(0, item.count, block):
+                tiles.append((len(ids) + at, min(block, item.count - at), start + at, offset))
+            table = torch.tensor(pages, dtype=torch.int64)
+            own = torch.arange(start, end)
+            tables.append(table)
+            positions.append(own)
+            slots.append(table[own // size] * size + own % size)
+            ids += sequence.tokens[start:end]
+            last.append(len(ids) - 1)
+            offset, longest = offset + len(pages), max(longest, end)
+            sequence.computed = end
+        tiles.sort(key=lambda t: -t[2])
+        index = PrefillIndex(
+            torch.tensor(tiles, dtype=torch.int32).to(device), torch.cat(tables).int().to(device), longest, block
+        )
+        flag = torch.zeros(1, dtype=torch.int32, device=device)
+        slots_T, routes = torch.cat(slots).to(device), Routes()
+        self.decoder.model.rope.reserve(longest, device)
+        context = DevicePages(
+            torch.cat(positions).to(device), slots_T, index, self.cache.k, self.cache.v, scales, flag, routes
+        )
+        hidden = self.decoder.hidden(torch.tensor(ids).to(device), context)  # type: ignore[arg-type]
+        if bool(flag):
+            raise ContractError("non-finite key or value on its way into the cache")
+        if self.cache.routes is not None:
+            self.cache.routes.write(slots_T, routes)
+        return list(hidden[torch.tensor(last).to(device)])

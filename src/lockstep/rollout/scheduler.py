@@ -40,6 +40,7 @@ class Scheduler:
     running: list[Sequence] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     preemptions: int = 0
+    recalled: int = 0
 
     def add(self, request: Request) -> list[Sequence]:
         """Queues all samples of a request. Raises CapacityError when even one alone could never fit."""
@@ -54,7 +55,8 @@ class Scheduler:
             )
         group = Group(request, request.samples)
         self.groups.append(group)
-        added = [Sequence(group, i, list(request.prompt_ids)) for i in range(request.samples)]
+        numbers = range(request.first_sample, request.first_sample + request.samples)
+        added = [Sequence(group, i, list(request.prompt_ids)) for i in numbers]
         self.waiting.extend(added)
         return added
 
@@ -69,7 +71,7 @@ class Scheduler:
         budget = self.max_batched_tokens
         preempted_before = self.preemptions
         for sequence in list(self.running):
-            if sequence not in self.running or sequence.hidden is not None:
+            if sequence not in self.running or sequence.hidden is not None or sequence.decoding:
                 continue
             count = min(len(sequence.tokens) - sequence.computed, budget)
             if count > 0 and self._make_room(sequence, count, work):
@@ -77,9 +79,10 @@ class Scheduler:
                 budget -= count
         if self.preemptions == preempted_before:
             self._admit(work, budget)
-        while not self.running and self._drop_one_prompt():  # prompts kept for others hold every page
+        while not self.running and self.drop_one_prompt():  # prompts kept for others hold every page
             self._admit(work, budget)
-        assert work or any(s.hidden is not None for s in self.running), "an engine step without progress"
+        moving = any(s.hidden is not None or s.decoding for s in self.running)
+        assert work or moving, "an engine step without progress"
         return work
 
     def _admit(self, work: list[Work], budget: int) -> None:
@@ -100,9 +103,14 @@ class Scheduler:
                 continue
             if sequence.fresh and group.leader is not None:
                 continue
+            sequence.pages = self.cache.recall(sequence.tokens)
+            sequence.computed = len(sequence.pages) * self.cache.page_size
             count = min(len(sequence.tokens) - sequence.computed, budget)
             if count == 0 or not self.cache.grow(sequence.pages, sequence.computed + count):
+                self.cache.release(sequence.pages)
+                sequence.computed = 0
                 return
+            self.recalled += sequence.computed
             if sequence.fresh:
                 group.leader = sequence
             self._enter(sequence)
@@ -120,6 +128,7 @@ class Scheduler:
     def prompt_computed(self, leader: Sequence) -> None:
         """Called when a leader's prompt is in the cache and its last hidden state known."""
         group = leader.group
+        self.cache.remember(leader.tokens, leader.pages)
         if group.leader is leader and group.pages is None and group.waiting:
             group.pages, group.hidden = self.cache.share(leader.pages), leader.hidden
         group.leader = None
@@ -132,16 +141,17 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, count: int, work: list[Work]) -> bool:
         """Pages for `count` more tokens, preempting younger sequences; False when `sequence` itself had to go."""
         while not self.cache.grow(sequence.pages, sequence.computed + count):
-            if self._drop_one_prompt():
+            if self.drop_one_prompt():
                 continue
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             work[:] = [w for w in work if w.sequence is not victim]
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        """Sends a running sequence back to the front of the queue, without its pages."""
         self.running.remove(sequence)
         self.cache.release(sequence.pages)
         if sequence.fresh:
@@ -153,7 +163,8 @@ class Scheduler:
         self.preemptions += 1
         self.waiting.appendleft(sequence)
 
-    def _drop_one_prompt(self) -> bool:
+    def drop_one_prompt(self) -> bool:
+        """Gives up the pages of a prompt that was kept for samples still to come; False when there is none."""
         for group in self.groups:
             if group.pages is not None:
                 self._drop_prompt(group)

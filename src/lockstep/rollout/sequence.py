@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lockstep.nn.sampling_mask import Kept, SamplingMask
 from lockstep.rollout.types import Completion, FinishReason, Request, VersionSpan
 
 
@@ -29,11 +30,15 @@ class Sequence:
     sample_index: int
     tokens: list[int]
     logprobs: list[float] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     hidden: Tensor | None = None
     finish_reason: FinishReason | None = None
+    routes: Tensor | None = None
     preemptions: int = 0
+    decoding: bool = False
+    """Holds a row of a decode loop, which advances it."""
 
     @property
     def prompt_length(self) -> int:
@@ -49,6 +54,20 @@ class Sequence:
         """Nothing drawn yet: the prompt's pages are all it needs."""
         return len(self.tokens) == self.prompt_length
 
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What keys the next draw's noise, besides seed and step: prompt, sample, position."""
+        request = self.group.request
+        return request.prompt_index, self.sample_index, request.first_position + len(self.output)
+
+    def take(self, token: int, logprob: float, kept: Kept | None) -> None:
+        """The token that was drawn from `hidden`, and what truncation kept if that is recorded."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if kept is not None:
+            self.kept.append(kept)
+        self.hidden = None
+
     def completion(self, version: int, scale_version: int) -> Completion:
         """The finished sample."""
         assert self.finish_reason is not None
@@ -63,4 +82,6 @@ class Sequence:
             (VersionSpan(version, 0, len(output)),),
             scale_version,
             request.params,
+            sampling_mask=SamplingMask.of(self.kept) if self.kept else None,
+            routes=self.routes,
         )

@@ -18,10 +18,22 @@ from lockstep.nn.working import Refreshed
 
 
 @dataclass(frozen=True)
+class Echo:
+    """What an engine says it holds after a publication: version of the weights, version and digest of the KV scales in use
+    (0 and empty without), and `Decoder.digest` of its working copies."""
+
+    version: int
+    scale_version: int
+    digest: str
+    scales_digest: str
+
+
+@dataclass(frozen=True)
 class Receipt:
-    """One publication. `digest` is the SHA-256 of what the engine holds; `changed_pct` the share of codes (BF16 values where
-    a tensor has no codes) that differ from the version before; `max_rel_err` the largest quantization error relative to
-    its tensor's largest value, with the tensor's name."""
+    """One publication. `digest` is the SHA-256 of the weights the engine holds, `scales_digest` of the KV scales it uses
+    (empty with a BF16 KV cache); `changed_pct` the share of codes (BF16 values where a tensor has no codes) that differ from
+    the version before; `max_rel_err` the largest quantization error relative to its tensor's largest value, with the
+    tensor's name."""
 
     version: int
     tensors: int
@@ -31,6 +43,7 @@ class Receipt:
     max_rel_err: float
     max_rel_tensor: str
     scale_version: int
+    scales_digest: str = ""
 
     def line(self) -> str:
         """For people."""
@@ -52,6 +65,7 @@ def make_receipt(
     *,
     scale_version: int,
     must_change: bool,
+    scales_digest: str = "",
 ) -> Receipt:
     """Sums up a publication.
 
@@ -79,4 +93,5 @@ def make_receipt(
         worst.max_rel,
         worst.name,
         scale_version,
+        scales_digest,
     )

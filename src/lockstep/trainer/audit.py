@@ -28,10 +28,11 @@ from lockstep.nn.kv_scales import AmaxCollector
 from lockstep.numerics.flow import Flow, FlowSpec, build_flows
 from lockstep.numerics.formats import Operand
 from lockstep.numerics.quantize import Quantized, quantize
+from lockstep.rollout.calibration import prompt_context
 from lockstep.rollout.engine import EmbeddedEngine
 from lockstep.rollout.spec import RolloutSpec
 from lockstep.rollout.types import Completion, Request, SamplingParams
-from lockstep.trainer.microbatch import make_microbatch, prompt_context
+from lockstep.trainer.microbatch import make_microbatch
 from lockstep.trainer.setup import calibrate, load_masters, load_prompts, prepare_model
 from lockstep.trainer.spec import RunSpec
 
@@ -56,7 +57,7 @@ class Check:
         """For people."""
         verdict = "equal" if self.passed else f"{self.different} DIFFER"
         where = f"  <- {self.culprit}" if self.culprit else ""
-        return f"{self.flow:9} {self.name:44} {self.compared:10,} values  {verdict}{where}"
+        return f"{self.flow:14} {self.name:44} {self.compared:10,} values  {verdict}{where}"
 
 
 @dataclass
@@ -121,7 +122,8 @@ def run_audit(
     *,
     say: Callable[[str], None] = lambda _: None,
 ) -> AuditReport:
-    """Audits the model of a run under the named flows (`bf16`, `fp8`, each with `+kv8` for an FP8 KV cache)."""
+    """Audits the model of a run under the named flows (`bf16`, `fp8`, each with `+kv8` for an FP8 KV cache or `+kv8+attn8`
+    for FP8 attention over it)."""
     path = prepare_model(spec.model)
     model_spec = load_config(path)
     tokenizer = load_tokenizer(path, model_spec)
@@ -144,10 +146,13 @@ def run_audit(
 
 def audit_flow(name: str, spec: FlowSpec, num_layers: int) -> Flow:
     """The flow a name such as `fp8+kv8` stands for, with the run's other choices."""
-    base, _, kv = name.partition("+")
-    if base not in ("bf16", "fp8") or kv not in ("", "kv8"):
-        raise ConfigError(f"unknown flow {name!r}", where="--flows", fix="bf16, fp8, bf16+kv8 or fp8+kv8")
-    chosen = replace(spec, name=base, kv="fp8" if kv else "bf16")  # type: ignore[arg-type]
+    base, _, cache = name.partition("+")
+    if base not in ("bf16", "fp8") or cache not in ("", "kv8", "kv8+attn8"):
+        raise ConfigError(
+            f"unknown flow {name!r}", where="--flows", fix="bf16 or fp8, with +kv8 or +kv8+attn8 behind it"
+        )
+    kv, attention = "fp8" if cache else "bf16", "fp8" if cache == "kv8+attn8" else "bf16"
+    chosen = replace(spec, name=base, kv=kv, attention=attention)  # type: ignore[arg-type]
     return build_flows(chosen, num_layers).trainer
 
 
@@ -264,12 +269,20 @@ class FlowAudit:
 
 
 class _taped:
-    """Notes every row-wise operation of a backend while the block runs."""
+    """Notes every row-wise operation of a backend while the block runs.
 
-    OPERATIONS = ("quantize_rows", "linear", "rms_norm", "rope", "swiglu", "quantize_kv", "attention")
+    Between the choice of experts and their combination rows are sorted by expert, so that operations in company and alone
+    can't be compared in place; what the experts gave is noted by row, as one operation, when it is combined.
+    """
+
+    OPERATIONS: tuple[str, ...] = (
+        *("quantize_rows", "linear", "rms_norm", "rope", "swiglu", "quantize_kv", "attention"),
+        *("router_scores", "top_experts", "combine"),
+    )
 
     def __init__(self, kernels: Kernels, tape: list[tuple[str, Tensor]]) -> None:
         self.kernels, self.tape = kernels, tape
+        self.sorted_rows = False
 
     def __enter__(self) -> None:
         for name in self.OPERATIONS:
@@ -281,12 +294,18 @@ class _taped:
 
     def _noted(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
+            if name == "combine":
+                self.sorted_rows = False
+                self._note("experts", args[0])
             result = operation(*args)
-            value = result[0] if isinstance(result, tuple) else result
-            if isinstance(value, Quantized):
-                value = value.dequantize()
-            number = sum(n.startswith(f"{name} (") for n, _ in self.tape) + 1
-            self.tape.append((f"{name} (call {number} of the forward pass)", value.float()))
+            if not self.sorted_rows:
+                self._note(name, result[0] if isinstance(result, tuple) else result)
+            self.sorted_rows = self.sorted_rows or name == "top_experts"
             return result
 
         return run
+
+    def _note(self, name: str, value: Quantized | Tensor) -> None:
+        value = value.dequantize() if isinstance(value, Quantized) else value
+        number = sum(n.startswith(f"{name} (") for n, _ in self.tape) + 1
+        self.tape.append((f"{name} (call {number} of the forward pass)", value.float()))

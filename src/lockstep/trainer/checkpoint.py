@@ -1,6 +1,7 @@
 """Full training state, written beside and renamed: a checkpoint either is complete or isn't there.
 
-A folder `step_000123` holds FP32 masters, optimizer moments, KV scales and `state.json` (step, data cursor, versions,
+A folder `step_000123` holds FP32 masters, optimizer moments, KV scales (the last versions, and the maxima that the next ones will
+be made from) and `state.json` (step, data cursor, versions,
 counters, the configuration). There is no generator state: every random number is a function of counters in `state.json`.
 A resumed run equals an uninterrupted one bit for bit.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,25 @@ from lockstep.errors import CheckpointError
 from lockstep.models.decoder import Decoder
 from lockstep.nn.kv_scales import KVScales
 from lockstep.trainer.optimizer import Optimizer
+from lockstep.trainer.scale_history import ScaleHistory
 
-FREE_SECTIONS = ("run_dir", "observe", "checkpoint", "update.steps")
-"""Configuration that may differ between a checkpoint and the run that goes on from it; the number of steps only under a
-constant learning rate, since schedules are stretched over it."""
+FREE_SECTIONS = ("run_dir", "observe", "checkpoint", "controller", "update.steps")
+"""Configuration that may differ between a checkpoint and the run that goes on from it: the controller, because a run that it
+stopped goes on with another band; the number of steps only under a constant learning rate, since schedules are stretched."""
 
 
 @dataclass
 class Progress:
-    """Counters of a run. step: finished training steps. ordinal: prompts consumed. version, scale_version: published."""
+    """Counters of a run. step: finished training steps. ordinal: prompts consumed. version, scale_version: published.
+    controller: what the mismatch controller remembers. clip_calibration: state of the calibrated clip bounds."""
 
     step: int = 0
     ordinal: int = 0
     version: int = 0
     scale_version: int = 0
     tokens: int = 0
+    controller: dict[str, Any] = field(default_factory=dict)
+    clip_calibration: list[float] = field(default_factory=list)
 
 
 def save_checkpoint(
@@ -43,7 +48,7 @@ def save_checkpoint(
     progress: Progress,
     decoder: Decoder,
     optimizer: Optimizer,
-    scales: KVScales | None,
+    scales: ScaleHistory,
     config: dict[str, Any],
     keep: int,
 ) -> Path:
@@ -59,8 +64,8 @@ def save_checkpoint(
         {n: t.detach().contiguous() for n, t in optimizer.state_tensors().items()},
         partial / "optimizer.safetensors",
     )
-    if scales is not None:
-        save_file({"k": scales.k, "v": scales.v}, partial / "kv_scales.safetensors")
+    if scales.version:
+        save_file(scales.state_tensors(), partial / "kv_scales.safetensors")
     state = {
         **asdict(progress),
         "optimizer_steps": optimizer.steps,
@@ -87,12 +92,30 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(
-    path: Path, decoder: Decoder, optimizer: Optimizer, config: dict[str, Any]
-) -> tuple[Progress, KVScales | None]:
-    """Restores masters and optimizer in place. Raises CheckpointError when something is missing, or when the
+    path: Path, decoder: Decoder, optimizer: Optimizer, scales: ScaleHistory, config: dict[str, Any]
+) -> Progress:
+    """Restores masters, optimizer and KV scales in place. Raises CheckpointError when something is missing, or when the
     configuration differs in a way that would make the run another one."""
     state = _read_state(path)
     _check_config(path, state["config"], config)
+    progress, _ = load_weights(path, decoder)
+    moments = _read_tensors(path / "optimizer.safetensors")
+    try:
+        optimizer.load_state_tensors(moments, steps=state["optimizer_steps"], skipped=state["skipped_steps"])
+    except ValueError as error:
+        raise CheckpointError(
+            "the optimizer's state is incomplete", where=str(path), why=str(error)
+        ) from error
+    try:
+        if progress.scale_version:
+            scales.load_state_tensors(_read_tensors(path / "kv_scales.safetensors"), progress.scale_version)
+    except ValueError as error:
+        raise CheckpointError("the KV scales are incomplete", where=str(path), why=str(error)) from error
+    return progress
+
+
+def load_weights(path: Path, decoder: Decoder) -> tuple[Progress, KVScales | None]:
+    """Restores the masters in place, and the KV scales, under any configuration. Raises CheckpointError for another model."""
     masters = _read_tensors(path / "masters.safetensors")
     own = dict(decoder.named_parameters())
     if masters.keys() != own.keys() or any(masters[n].shape != p.shape for n, p in own.items()):
@@ -102,19 +125,20 @@ def load_checkpoint(
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(masters[name])
-    moments = _read_tensors(path / "optimizer.safetensors")
-    try:
-        optimizer.load_state_tensors(moments, steps=state["optimizer_steps"], skipped=state["skipped_steps"])
-    except ValueError as error:
-        raise CheckpointError(
-            "the optimizer's state is incomplete", where=str(path), why=str(error)
-        ) from error
-    progress = Progress(**{f: state[f] for f in Progress.__dataclass_fields__})
+    progress = read_progress(path)
     scales = None
     if progress.scale_version:
         tensors = _read_tensors(path / "kv_scales.safetensors")
+        if not {"k", "v"} <= tensors.keys():
+            raise CheckpointError("the KV scales are incomplete", where=str(path))
         scales = KVScales(tensors["k"], tensors["v"], progress.scale_version)
     return progress, scales
+
+
+def read_progress(path: Path) -> Progress:
+    """The counters of a checkpoint. Raises CheckpointError when it isn't one."""
+    state = _read_state(path)
+    return Progress(**{f: state[f] for f in Progress.__dataclass_fields__})
 
 
 def _read_state(path: Path) -> dict[str, Any]:

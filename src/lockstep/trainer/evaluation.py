@@ -26,10 +26,11 @@ class Evaluator:
         new_tokens = spec.max_new_tokens or parts.spec.rollout.max_new_tokens
         check_lengths(parts.model_spec, max(len(p.ids) for p in self.prompts), new_tokens)
 
-    def run(self, step: int, version: int) -> dict[str, float]:
-        """Metrics under `eval/`. A completion solves its prompt when its reward is at least 1."""
+    def run(self, step: int, version: int, scale_version: int | None = None) -> dict[str, float]:
+        """Metrics under `eval/` of these weights and KV scales (None: those in use). A completion solves its prompt when its
+        reward is at least 1."""
         metrics: dict[str, float] = {}
-        greedy = self._score(self._generate(step, version, greedy=True, samples=1))
+        greedy = self._score(self._generate(step, (version, scale_version), greedy=True, samples=1))
         metrics["eval/greedy_pass@1"] = _share(greedy)
         metrics["eval/reward"] = _mean(greedy)
         metrics["eval/mean_length"] = sum(len(s.completion.token_ids) for s in greedy) / len(greedy)
@@ -38,18 +39,23 @@ class Evaluator:
         )
         count = self.spec.samples
         if count:
-            sampled = self._score(self._generate(step, version, greedy=False, samples=count))
+            sampled = self._score(self._generate(step, (version, scale_version), greedy=False, samples=count))
             metrics["eval/sampled_pass@1"] = _share(sampled)
             metrics["eval/mean@k"] = metrics[f"eval/mean@{count}"] = _mean(sampled)
             solved = {s.group for s in sampled if (s.reward or 0.0) >= 1.0}
             metrics[f"eval/pass@{count}"] = len(solved) / len(self.prompts)
         return metrics
 
-    def _generate(self, step: int, version: int, *, greedy: bool, samples: int) -> list[Completion]:
+    def _generate(
+        self, step: int, versions: tuple[int, int | None], *, greedy: bool, samples: int
+    ) -> list[Completion]:
         params = sampling_params(self.parts, greedy=greedy, evaluation=True)
         requests = [Request(p.ids, i, samples, params) for i, p in enumerate(self.prompts)]
         seed = self.parts.spec.seed + EVAL_SEED
-        return self.parts.engine.generate(requests, seed=seed, step=step, expected_version=version)
+        weights, scales = versions
+        return self.parts.engine.generate(
+            requests, seed=seed, step=step, expected_version=weights, expected_scale_version=scales
+        )
 
     def _score(self, completions: list[Completion]) -> list[Sample]:
         decode = self.parts.tokenizer.decode

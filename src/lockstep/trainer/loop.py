@@ -34,9 +34,11 @@ from lockstep.rollout.types import Completion, Request
 from lockstep.sync.publish import Publisher
 from lockstep.sync.receipt import Receipt
 from lockstep.trainer.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
+from lockstep.trainer.control import Control
 from lockstep.trainer.evaluation import Evaluator
 from lockstep.trainer.optimizer import Optimizer
-from lockstep.trainer.sample import Sample, admit
+from lockstep.trainer.sample import Expected, Sample, admit
+from lockstep.trainer.scale_history import ScaleHistory
 from lockstep.trainer.scoring import add_counts, completion_metrics, reward_metrics, score
 from lockstep.trainer.setup import Parts, sampling_params
 from lockstep.trainer.update import Updater
@@ -68,10 +70,12 @@ class Trainer:
         self.updater = Updater(parts, self.recipe, self.optimizer)
         self.evaluator = Evaluator(parts, rewards) if spec.eval.every else None
         self.progress = Progress()
-        self.scales: KVScales | None = None
+        self.history = ScaleHistory(spec.flow, next(parts.decoder.parameters()).device)
         self.timer = PhaseTimer()
         self.receipt: Receipt | None = None
         self.run_dir = Path(spec.run_dir)
+        self.force_recalibrate = False
+        self.control = Control(self)
 
     def run(self, resume: str = "auto", config_yaml: str = "") -> RunResult:
         """Trains from the newest checkpoint (or the beginning) to the last step, and exports the model."""
@@ -109,30 +113,37 @@ class Trainer:
         with self.timer.phase("rollout"):
             samples, metrics = self.sample()
         with self.timer.phase("train"):
-            metrics |= self.updater.update(samples, self.scales)
+            metrics |= self.updater.update(samples, self.history)
             if self.updater.warning:
                 self.logger.note(self.updater.warning)
         with self.timer.phase("publish"):
             self.progress.step += 1
             metrics |= self.publish(must_change=self.updater.moved)
+        with self.timer.phase("control"):
+            metrics |= self.control.observe(metrics, samples)
         metrics |= self.evaluate()
         self.log(metrics, samples)
+        self.control.stop_if_ordered()
         if self.spec.checkpoint.every and self.progress.step % self.spec.checkpoint.every == 0:
             self.save()
         return metrics
 
     def sample(self) -> tuple[list[Sample], dict[str, float]]:
-        """Rollouts with rewards and advantages: enough groups to learn from, or the step is refused."""
+        """Rollouts with rewards and advantages: enough groups to learn from, or the step is refused. What the correction rejects
+        goes before anything is taken from the others: baselines, advantages, and in the update the denominator."""
         wanted = self.spec.rollout.prompts_per_step
         kept: list[Sample] = []
         metrics: dict[str, float] = {}
         rounds = groups = 0
         while groups < wanted and rounds < (MAX_SAMPLING_ROUNDS if self.recipe.dynamic_sampling else 1):
             drawn, metrics_round = self.rollout_and_score(wanted)
+            with self.timer.phase("old_logp"):
+                screened, rejected = self.updater.screen(drawn, self.history)
+            metrics_round |= rejected
             metrics = add_counts(metrics, metrics_round) if metrics else metrics_round
             rewards = torch.tensor([s.reward for s in drawn])
             group = torch.tensor([s.group for s in drawn], dtype=torch.long)
-            keep = torch.ones(len(drawn), dtype=torch.bool)
+            keep = torch.tensor(screened, dtype=torch.bool)
             if self.recipe.dynamic_sampling and drawn:
                 keep &= dynamic_sampling_mask(rewards, group)
             if drawn:
@@ -153,7 +164,15 @@ class Trainer:
         prompts = self.parts.stream.take(start, count)
         self.progress.ordinal += count
         completions = self.generate(start, prompts)
-        completions, metrics = admit(completions, self.progress.version, self.progress.scale_version)
+        sent = {start + i: p.ids for i, p in enumerate(prompts)}
+        expected = Expected(
+            self.progress.version,
+            self.progress.scale_version,
+            self.parts.model_spec.vocab_size,
+            sent,
+            self.parts.replayed,
+        )
+        completions, metrics = admit(completions, expected, self.spec.data.on_bad_sample)
         samples = [
             Sample(c, prompts[c.prompt_index - start].example, c.prompt_index, self.text(c))
             for c in completions
@@ -176,6 +195,7 @@ class Trainer:
             seed=self.spec.seed,
             step=self.progress.step,
             expected_version=self.progress.version,
+            expected_scale_version=self.progress.scale_version,
             progress=self.logger.busy,
         )
 
@@ -185,7 +205,7 @@ class Trainer:
             return
         rewards = torch.tensor([s.reward for s in samples])
         if self.recipe.overlong_buffer:
-            lengths = torch.tensor([len(s.completion.token_ids) for s in samples])
+            lengths = torch.tensor([s.completion.trained_tokens for s in samples])
             limit = self.spec.rollout.max_new_tokens
             rewards = rewards + overlong_penalty(
                 lengths, limit, self.recipe.overlong_buffer, self.recipe.overlong_penalty
@@ -196,12 +216,14 @@ class Trainer:
             sample.advantage = value
 
     def publish(self, *, must_change: bool) -> dict[str, float]:
-        """Makes the next weight version current on both sides; calibrates KV scales before the first rollout."""
+        """Makes the next weight version current on both sides, and with it the KV scales that the last step asks for."""
         self.progress.version += 1
-        scales = self.calibrate if self.parts.flows.rollout.kv_fp8 and self.scales is None else None
+        scales = self.calibrate if self.parts.flows.rollout.kv_fp8 else None
         self.receipt = self.publisher.publish(self.progress.version, scales=scales, must_change=must_change)
+        self.force_recalibrate = False
         self.logger.receipt(self.progress.step, self.receipt.to_dict())
-        return {
+        kv = {"kv/scale_version": float(self.history.version), "kv/scale_drift": self.history.drift}
+        return (kv if self.parts.flows.rollout.kv_fp8 else {}) | {
             "sync/version": float(self.receipt.version),
             "sync/bytes": float(self.receipt.bytes),
             "sync/tensors": float(self.receipt.tensors),
@@ -209,11 +231,22 @@ class Trainer:
             "sync/max_rel_err": self.receipt.max_rel_err,
         }
 
-    def calibrate(self) -> KVScales:
-        """KV scales from the first step's real prompts."""
-        self.progress.scale_version += 1
-        self.scales = self.parts.calibrate(self.progress.ordinal, self.progress.scale_version)
-        return self.scales
+    @property
+    def scales(self) -> KVScales | None:
+        """The KV scales in use; None without, and before the first calibration."""
+        return self.history.current
+
+    def calibrate(self) -> KVScales | None:
+        """The KV scales to publish next, None when those in use stay: from the first step's real prompts, later from what the
+        training forward saw, or always from the engine's forward over the prompts to come. The new weights are there already.
+        """
+        flow, seen = self.spec.flow, self.updater.seen
+        self.updater.seen = None
+        if self.scales is None or (flow.kv_calibration == "rollout" and flow.kv_recalibrate == "step"):
+            seen = self.parts.measure_kv(self.progress.ordinal)
+        scales = self.history.advance(seen, force=self.force_recalibrate)
+        self.progress.scale_version = self.history.version
+        return scales
 
     def evaluate(self) -> dict[str, float]:
         """Held-out metrics, on the steps that have an evaluation."""
@@ -221,7 +254,7 @@ class Trainer:
         if self.evaluator is None or (step % every and step != self.spec.update.steps):
             return {}
         with self.timer.phase("eval"):
-            return self.evaluator.run(step, self.progress.version)
+            return self.evaluator.run(step, self.progress.version, self.progress.scale_version)
 
     def text(self, completion: Completion) -> str:
         """A completion as people and reward functions read it."""
@@ -245,7 +278,7 @@ class Trainer:
             parts=sample.parts,
             finish_reason=completion.finish_reason,
             tokens=len(completion.token_ids),
-            mean_logp=sum(completion.logprobs) / len(completion.logprobs),
+            mean_logp=sum(completion.trained_logprobs) / completion.trained_tokens,
             max_abs_dlogp=sample.max_abs_dlogp,
             weight_version=completion.spans[0].version,
         )
@@ -259,8 +292,8 @@ class Trainer:
         if wish == "never" or not found:
             self.start_anew(asked=wish == "never")
             return False
-        self.progress, self.scales = load_checkpoint(
-            found[-1], self.parts.decoder, self.optimizer, self.config()
+        self.progress = load_checkpoint(
+            found[-1], self.parts.decoder, self.optimizer, self.history, self.config()
         )
         if self.progress.step > self.spec.update.steps:
             raise CheckpointError(
@@ -269,6 +302,8 @@ class Trainer:
                 fix="raise update.steps, or use --resume never",
             )
         self.logger.resume(self.progress.step)
+        self.control.restore()
+        self.updater.calibrator.load(self.progress.clip_calibration)
         self.receipt = self.publisher.publish(self.progress.version, scales=self.scales)
         self.updater.keep_reference(self.run_dir)
         self.logger.note(f"resumed from {found[-1].name}, weights {self.receipt.digest[:12]}")
@@ -289,12 +324,13 @@ class Trainer:
 
     def save(self) -> None:
         """A full checkpoint of the finished step."""
+        self.progress.clip_calibration = self.updater.calibrator.state()
         save_checkpoint(
             self.run_dir / "checkpoints",
             self.progress,
             self.parts.decoder,
             self.optimizer,
-            self.scales,
+            self.history,
             self.config(),
             self.spec.checkpoint.keep,
         )

@@ -3,6 +3,9 @@
 Rows of a micro-batch: for each prompt its tokens (once when shared), then for each of its samples the response tokens but
 the last. The row at which a token is predicted is the row of the token before it; the first token of every response is
 predicted by the prompt's last row, which samples of a group share. Sharing is exact: a row depends on its prefix only.
+
+Tokens that the loss mask leaves out (what a tool or a user said between two turns) are rows like any other, the context of what
+follows; they are just nobody's target, so no loss, denominator or comparison ever sees them.
 """
 
 from __future__ import annotations
@@ -13,20 +16,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.errors import ContractError
 from lockstep.kernels.attention_index import AttentionIndex, Run, build_index
-from lockstep.kernels.table import Kernels
 from lockstep.models.decoder import Decoder
 from lockstep.nn.context import PackedContext
 from lockstep.nn.kv_scales import AmaxCollector, KVScales
+from lockstep.nn.routes import ExpertLoad
+from lockstep.nn.sampling_mask import SamplingMask
 from lockstep.rollout.types import Completion
+from lockstep.trainer.route_replay import joined_routes, routes_of_rows, same_prompt
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """T rows and N response tokens.
+    """T rows and N trained tokens.
 
     ids_T, positions_T: inputs. rows_N: row that predicts each token. targets_N, rollout_N (log-probabilities),
-    temperature_N, sample_N (number of the token's completion in this micro-batch).
+    temperature_N, sample_N (number of the token's completion in this micro-batch). mask: the ids that truncation kept.
+    scale_version: version of the KV scales that its samples were drawn with. routes_TLk: experts of every row, to be replayed.
     """
 
     ids_T: Tensor
@@ -37,16 +44,36 @@ class MicroBatch:
     rollout_N: Tensor
     temperature_N: Tensor
     sample_N: Tensor
+    mask: SamplingMask | None = None
+    scale_version: int = 0
+    routes_TLk: Tensor | None = None
 
     def log_probs(
-        self, decoder: Decoder, scales: KVScales | None, collector: AmaxCollector | None = None
+        self,
+        decoder: Decoder,
+        scales: KVScales | None,
+        collector: AmaxCollector | None = None,
+        load: ExpertLoad | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(log-probability, entropy) [N] of every response token, differentiable."""
+        """(log-probability, entropy) [N] of every trained token, differentiable.
+
+        scales: those the samples were drawn with, also where this decoder's own keys and values are BF16, and are then only
+        judged by them. None leaves keys and values in BF16.
+        """
+        routes = routes_of_rows(self.routes_TLk, decoder.spec)
         context = PackedContext(
-            self.positions_T, self.index, decoder.kernels, scales=scales, collector=collector
+            self.positions_T,
+            self.index,
+            decoder.kernels,
+            scales=scales,
+            collector=collector,
+            quantize=decoder.flow.kv_fp8,
+            routes=routes,
         )
         hidden = decoder.hidden(self.ids_T, context)
-        return decoder.head.log_probs(hidden[self.rows_N], self.targets_N, self.temperature_N)
+        if load is not None and routes is not None:
+            load.see(routes)
+        return decoder.head.log_probs(hidden[self.rows_N], self.targets_N, self.temperature_N, self.mask)
 
 
 def make_microbatch(completions: Sequence[Completion], group: int, *, share_prompts: bool) -> MicroBatch:
@@ -55,45 +82,52 @@ def make_microbatch(completions: Sequence[Completion], group: int, *, share_prom
     positions: list[Tensor] = []
     runs: list[Run] = []
     rows: list[int] = []
-    prompt: tuple[int, ...] | None = None
+    routes: list[Tensor] = []
+    first: Completion | None = None  # whose prompt the rows at `prompt_slots` are
     prompt_slots = torch.empty(0, dtype=torch.long)
     for completion in completions:
         length = len(completion.prompt_ids)
-        if not share_prompts or completion.prompt_ids != prompt:
-            prompt = completion.prompt_ids
+        known = completion.routes
+        if not (share_prompts and first is not None and same_prompt(first, completion)):
+            first = completion
+            routes += [] if known is None else [known[:length]]
             prompt_slots = torch.arange(len(ids), len(ids) + length)
             runs.append(Run(len(ids), length, 0, prompt_slots))
             positions.append(torch.arange(length))
-            ids += prompt
+            ids += completion.prompt_ids
         start, count = len(ids), len(completion.token_ids) - 1
         if count:
             slots = torch.cat([prompt_slots, torch.arange(start, start + count)])
             runs.append(Run(start, count, length, slots))
             positions.append(torch.arange(length, length + count))
             ids += completion.token_ids[:-1]
+            routes += [] if known is None else [known[length:]]
         rows += [int(prompt_slots[-1]), *range(start, start + count)]
-    lengths = torch.tensor([len(c.token_ids) for c in completions])
+    trained_R = torch.tensor([t for c in completions for t in c.trained])
+    lengths = torch.tensor([c.trained_tokens for c in completions])
     temperatures = torch.tensor([c.params.score_temperature for c in completions])
+    mask = SamplingMask.join([c.sampling_mask for c in completions], [len(c.token_ids) for c in completions])
     return MicroBatch(
         torch.tensor(ids),
         torch.cat(positions),
         build_index(runs, group),
-        torch.tensor(rows),
-        torch.tensor([t for c in completions for t in c.token_ids]),
-        torch.tensor([p for c in completions for p in c.logprobs], dtype=torch.float32),
+        torch.tensor(rows)[trained_R],
+        torch.tensor([t for c in completions for t in c.token_ids])[trained_R],
+        torch.tensor([p for c in completions for p in c.trained_logprobs], dtype=torch.float32),
         temperatures.repeat_interleave(lengths),
         torch.arange(len(completions)).repeat_interleave(lengths),
+        None if mask is None else mask.select(trained_R),
+        one_scale_version(completions),
+        joined_routes(routes, len(ids)),
     )
 
 
-def prompt_context(
-    prompts: Sequence[tuple[int, ...]], group: int, kernels: Kernels, collector: AmaxCollector
-) -> tuple[Tensor, PackedContext]:
-    """(ids, context) of a forward over whole prompts that gathers KV maxima."""
-    runs, start = [], 0
-    for prompt in prompts:
-        runs.append(Run(start, len(prompt), 0, torch.arange(start, start + len(prompt))))
-        start += len(prompt)
-    positions = torch.cat([torch.arange(len(p)) for p in prompts])
-    context = PackedContext(positions, build_index(runs, group), kernels, collector=collector)
-    return torch.tensor([t for p in prompts for t in p]), context
+def one_scale_version(completions: Sequence[Completion]) -> int:
+    """The version of the KV scales that all of these were drawn with.
+
+    Raises ContractError when they were drawn with different ones: the rows of a forward pass share theirs.
+    """
+    versions = {c.scale_version for c in completions}
+    if len(versions) > 1:
+        raise ContractError(f"samples of KV scales {sorted(versions)} can't share a micro-batch")
+    return versions.pop() if versions else 0

@@ -42,7 +42,7 @@ def add_counts(first: dict[str, float], more: dict[str, float]) -> dict[str, flo
 
 
 def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Lengths under TRL's names."""
+    """Lengths under TRL's names, and how much of the distribution truncated sampling kept."""
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float64)
     clipped = torch.tensor([c.finish_reason == "length" for c in completions])
     metrics = {
@@ -53,6 +53,14 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     }
     if not bool(clipped.all()):
         metrics["completions/mean_terminated_length"] = float(lengths[~clipped].mean())
+    masks = [c.sampling_mask for c in completions if c.sampling_mask is not None]
+    if masks:
+        mass = torch.cat([m.mass_N[m.counts_N > 0] for m in masks]).double()
+        metrics["rollout/kept_mass_mean"] = float(mass.mean())
+        metrics["rollout/kept_mass_min"] = float(mass.min())
+    trained = torch.tensor([c.trained_tokens for c in completions], dtype=torch.float64)
+    if bool((trained < lengths).any()):
+        metrics["completions/trained_ratio"] = float(trained.sum() / lengths.sum())
     return metrics
 
 

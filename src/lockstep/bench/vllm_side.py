@@ -1,0 +1,91 @@
+"""vLLM under the rollout benchmark's terms: offline, random ids, end tokens ignored, sampled log-probability returned.
+
+Run as a process by `rollout.py`, which passes the job through the environment and reads one line that begins with RESULT. Compile
+and CUDA graphs are on, the prefix cache is off, weights are vLLM's dummies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+QUIET = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+
+def main() -> None:
+    """Runs the job twice and prints the second."""
+    job = json.loads(os.environ["LOCKSTEP_VLLM_JOB"])
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    import torch
+    import vllm
+
+    work, flow = job["work"], job["flow"]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config(job["model"], flow)))
+        llm = vllm.LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=work["prompt_tokens"] + work["new_tokens"] + 64,
+            gpu_memory_utilization=0.9,
+            max_num_seqs=max(work["prompts"], 8),
+            enable_prefix_caching=False,
+            kv_cache_dtype="fp8" if flow.endswith("kv8") else "auto",
+            disable_log_stats=True,
+            seed=0,
+        )
+        draw = random.Random(0)
+        vocabulary = job["model"]["vocab_size"]
+        prompts = [
+            {
+                "prompt_token_ids": [
+                    draw.randrange(1000, vocabulary - 1000) for _ in range(work["prompt_tokens"])
+                ]
+            }
+            for _ in range(work["prompts"])
+        ]
+        seconds, tokens = 0.0, 0
+        for new_tokens in (16, work["new_tokens"]):
+            params = vllm.SamplingParams(
+                temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False
+            )
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - begun
+            tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
+    print(
+        "RESULT " + json.dumps({"version": vllm.__version__, "seconds": seconds, "tokens": tokens}),
+        flush=True,
+    )
+
+
+def config(shape: dict[str, Any], flow: str) -> dict[str, Any]:
+    """The shape with the quantization that a flow means to vLLM."""
+    if flow == "bf16":
+        return shape
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    return shape | {"quantization_config": quantization}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""One step towards more caution, for whoever watches the mismatch while a run goes on.
+
+    none, veto, bypass -> token_tis -> icepop -> geometric_mis -> its bounds halved towards 1, down to 1 +- 0.0002
+
+Any weights count as token_tis, any token mask or sequence rejection as icepop. A veto, and the policy for masked tokens, are
+kept on the way up. Bounds of geometric rejection below 0.0002 (the least verl recommends) would throw out everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lockstep.correction.presets import GEOMETRIC_MIS, ICEPOP, TOKEN_TIS, Correction
+
+NARROWEST = 2e-4
+"""Geometric bounds are not halved below 1 +- this."""
+
+
+def tighten(now: Correction) -> tuple[Correction, str] | None:
+    """The next stricter correction and a line that says what it is; None at the strictest."""
+    if now.rollout_rs == "geometric":
+        return _halve(now)
+    if now.rollout_rs != "none":
+        after, name = GEOMETRIC_MIS, "geometric_mis"
+    elif now.rollout_is != "none":
+        after, name = ICEPOP, "icepop"
+    else:
+        after, name = TOKEN_TIS, "token_tis"
+    veto = max(now.rollout_token_veto_threshold, after.rollout_token_veto_threshold)
+    counted = now.count_masked_tokens and after.rollout_rs == "token"
+    after = replace(after, rollout_token_veto_threshold=veto, count_masked_tokens=counted)
+    return after, f"correction tightened to {name}"
+
+
+def _halve(now: Correction) -> tuple[Correction, str] | None:
+    upper = 1.0 + (now.rollout_rs_threshold - 1.0) / 2
+    lower = 1.0 - (1.0 - now.rollout_rs_threshold_lower) / 2
+    if upper - 1.0 < NARROWEST:
+        return None
+    after = replace(now, rollout_rs_threshold=upper, rollout_rs_threshold_lower=lower)
+    return after, f"correction tightened to geometric means in {lower:.6g}..{upper:.6g}"

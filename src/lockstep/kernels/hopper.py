@@ -1,0 +1,358 @@
+"""The Hopper backend: Triton kernels and the library's block-scaled GEMM behind the reference's interface.
+
+What a row gets is decided by the instruction, never by the number of rows. Two choices exist for an FP8 product, and they give
+the same bits: cuBLASLt through `scaled_mm`, and `triton/gemm.py`. The library is used for a weight's shape only after this
+process has proven it against the Triton kernel at every size class; without that proof the Triton kernel does it all.
+
+cuBLASLt splits K at few rows when it has a workspace, and then a row's bits depend on its batch. So the workspace is set to
+zero before the first call; see docs/architecture.md.
+
+Next: `triton/attention.py` for the loop, `../models/fused.py` for the forward pass made of these.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.kernels.attention_form import PLAIN, AttentionForm
+from lockstep.kernels.attention_index import Run
+from lockstep.kernels.reference import PackedWeight, ReferenceKernels
+from lockstep.kernels.triton import attention, gemm, head, narrow_gemm, norm, rope, swiglu
+from lockstep.kernels.triton import quantize as rows
+from lockstep.numerics.formats import BLOCK, E4M3, Operand
+from lockstep.numerics.quantize import Quantized
+
+WORKSPACE = "CUBLASLT_WORKSPACE_SIZE"
+PROOF_ROWS = (4, 8, 16, 32, 64, 96, 128, 256, 512, 1024)
+FEW_ROWS = (16, 32, 64, 128)
+"""Classes of few rows for which the faster of library and narrow kernel is found by timing; the bits are the same."""
+NARROW = ({"stages": 6}, {"stages": 9}, {"stages": 6, "groups": 2}, {"stages": 9, "tokens": 32})
+Rows = Quantized | Tensor
+"""Activations as a product takes them: 1x128 codes with scales, or BF16."""
+
+
+@dataclass(frozen=True)
+class PackedIndex:
+    """Pages for the keys of packed runs. Row `rows_W[i]` of the keys goes to slot `slots_W[i]`; prefill walks over them."""
+
+    prefill: attention.PrefillIndex
+    rows_W: Tensor
+    slots_W: Tensor
+    pages: int
+    runs: tuple[Run, ...]
+    group: int
+
+
+class HopperKernels(ReferenceKernels):
+    """Operations on an NVIDIA GPU of compute capability 9.0."""
+
+    fused = True
+
+    def __init__(self) -> None:
+        super().__init__(exact=False)
+        self.name = "hopper"
+        os.environ.setdefault(WORKSPACE, "0")
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+            raise ConfigError(
+                "the Hopper kernels need an NVIDIA GPU of compute capability 9.0",
+                where="kernels",
+                fix="use kernels: reference",
+            )
+        self._library: dict[tuple[int, int], bool] = {}
+        self._narrow: dict[tuple[tuple[int, int], int], dict[str, int] | None] = {}
+        self._ones: dict[int, Tensor] = {}
+
+    # Linear layers -------------------------------------------------------------------------------------------
+
+    def pack(self, weight: Quantized | Tensor) -> PackedWeight:
+        """Codes with their scales also as the library wants them; nothing dense is kept."""
+        if isinstance(weight, Quantized):
+            return PackedWeight(weight, None, None, _library_scale(weight))
+        return PackedWeight(None, weight, None)
+
+    def fuse(self, parts: Sequence[PackedWeight]) -> PackedWeight | None:
+        """Several weights stacked along N. Where a weight ends inside a block, rows get scales of their own."""
+        if parts[0].codes is None:
+            return PackedWeight(None, torch.cat([p.plain for p in parts if p.plain is not None]), None)
+        codes = [p.codes for p in parts if p.codes is not None]
+        stack = torch.cat([c.codes.view(torch.uint8) for c in codes]).view(E4M3)
+        if all(c.shape[0] % BLOCK == 0 for c in codes[:-1]):
+            return self.pack(Quantized(stack, torch.cat([c.scale for c in codes]), codes[0].group))
+        scale = torch.cat([c.scale.repeat_interleave(BLOCK, 0)[: c.shape[0]] for c in codes])
+        return self.pack(Quantized(stack, scale, (1, BLOCK)))
+
+    def parts_of(self, stack: PackedWeight, parts: Sequence[PackedWeight]) -> list[PackedWeight]:
+        """The parts as views of their stack."""
+        if stack.plain is not None:
+            sizes = [len(p.plain) for p in parts if p.plain is not None]
+            return [replace(p, plain=x) for p, x in zip(parts, stack.plain.split(sizes), strict=True)]
+        assert stack.codes is not None
+        found, row = [], 0
+        for part in parts:
+            assert part.codes is not None
+            size = part.codes.shape[0]
+            codes = replace(part.codes, codes=stack.codes.codes[row : row + size])
+            found.append(replace(part, codes=codes))
+            row += size
+        return found
+
+    def quantize_rows(self, x_TK: Tensor, operand: Operand) -> Quantized:
+        """1x128 codes; storage is padded to what the library multiplies."""
+        assert operand.group == (1, BLOCK)
+        x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
+        return Quantized(*rows.quantize_rows(x_TK, pow2=operand.scale == "pow2"), (1, BLOCK))
+
+    def dense_input(self, x_TK: Rows) -> Rows:
+        """The operand itself: products read codes."""
+        return x_TK
+
+    def linear(self, x_TK: Rows, weight: PackedWeight) -> Tensor:
+        """x w^T, rounded once to BF16, [T, N]."""
+        if not isinstance(x_TK, Quantized):
+            assert weight.plain is not None, "BF16 rows meet BF16 weights"
+            return gemm.bf16_matmul(x_TK, weight.plain)
+        w = weight.codes
+        assert w is not None
+        if weight.library_scale is not None and self._proven(w, weight.library_scale):
+            narrow = self._narrow_choice(w, weight.library_scale, len(x_TK.codes))
+            if narrow is not None:
+                return narrow_gemm.narrow_matmul(x_TK.codes, x_TK.scale, w.codes, w.scale, **narrow)
+            return _scaled_mm(x_TK, w, weight.library_scale)
+        return gemm.fp8_matmul(x_TK.codes, x_TK.scale, w.codes, w.scale, w_group=w.group[0])
+
+    def linear_dgrad(self, grad_TN: Rows, weight: PackedWeight) -> Tensor:
+        """grad w in FP32, from dequantized values."""
+        w = weight.codes.dequantize() if weight.codes is not None else weight.plain
+        assert w is not None
+        grad = grad_TN.dequantize() if isinstance(grad_TN, Quantized) else grad_TN
+        return (grad.to(w.dtype) @ w).float()
+
+    def _proven(self, w: Quantized, scale: Tensor) -> bool:
+        """Whether the library gives rows of this weight shape the Triton kernel's bits at every size class."""
+        if w.shape not in self._library:
+            generator = torch.Generator(w.codes.device).manual_seed(w.shape[0] + w.shape[1])
+            x = torch.randn(PROOF_ROWS[-1], w.shape[1], generator=generator, device=w.codes.device)
+            x = x.bfloat16()
+            whole = Quantized(*rows.quantize_rows(x, pow2=False), (1, BLOCK))
+            expected = gemm.fp8_matmul(whole.codes, whole.scale, w.codes, w.scale, w_group=w.group[0])
+            same = True
+            for count in PROOF_ROWS:
+                for first in {0, PROOF_ROWS[-1] - count}:
+                    some = Quantized(
+                        *rows.quantize_rows(x[first : first + count], pow2=False), (1, BLOCK)
+                    )
+                    same &= torch.equal(_scaled_mm(some, w, scale), expected[first : first + count])
+            self._library[w.shape] = same
+        return self._library[w.shape]
+
+    def _narrow_choice(self, w: Quantized, scale: Tensor, count: int) -> dict[str, int] | None:
+        """The fastest form of the narrow kernel for so few rows, or None where the library is faster. Each candidate has to
+        give the library's bits first."""
+        size = next((s for s in FEW_ROWS if s >= count), None)
+        if size is None:
+            return None
+        key = (w.shape, size)
+        if key not in self._narrow:
+            generator = torch.Generator(w.codes.device).manual_seed(size)
+            x = torch.randn(size, w.shape[1], generator=generator, device=w.codes.device).bfloat16()
+            some = {n: Quantized(*rows.quantize_rows(x[:n], pow2=False), (1, BLOCK)) for n in (1, size - 3, size)}
+            expected = _scaled_mm(some[size], w, scale)
+
+            def narrow(x: Quantized, form: dict[str, int]) -> Tensor:
+                return narrow_gemm.narrow_matmul(x.codes, x.scale, w.codes, w.scale, **form)
+
+            best, found = elapsed(lambda: _scaled_mm(some[size], w, scale)), None
+            for form in NARROW:
+                if form.get("tokens", 0) >= max(size, 64):
+                    continue
+                if not all(torch.equal(narrow(x, form), expected[:n]) for n, x in some.items()):
+                    continue
+                time = elapsed(lambda form=form: narrow(some[size], form))  # type: ignore[misc]
+                if time < 0.97 * best:
+                    best, found = time, form
+            self._narrow[key] = found
+        return self._narrow[key]
+
+    # Norm, rotary embedding, activation ------------------------------------------------------------------------
+
+    def rms_norm(self, x_TK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
+        """See the reference; one program a row."""
+        shape = x_TK.shape
+        _, out = norm.rms_norm(x_TK.reshape(-1, shape[-1]).contiguous(), weight_K, eps, fp8=False)
+        assert isinstance(out, Tensor)
+        return out.view(shape)
+
+    def add_norm(
+        self, h_TK: Tensor, delta_TK: Tensor | None, weight_K: Tensor, eps: float, operand: Operand | None
+    ) -> tuple[Tensor, Rows]:
+        """(h + delta, its norm as the next product takes it)."""
+        pow2 = operand is not None and operand.scale == "pow2"
+        total, out = norm.rms_norm(
+            h_TK, weight_K, eps, delta_TK=delta_TK, fp8=operand is not None, pow2=pow2
+        )
+        return total, out if isinstance(out, Tensor) else Quantized(*out, (1, BLOCK))
+
+    def swiglu(self, gate_TN: Tensor, up_TN: Tensor) -> Tensor:
+        """See the reference."""
+        out = swiglu.swiglu(torch.cat([gate_TN, up_TN], -1), fp8=False)
+        assert isinstance(out, Tensor)
+        return out
+
+    def swiglu_rows(self, gate_up_TN: Tensor, operand: Operand | None) -> Rows:
+        """silu(gate) up of rows that hold both, as the next product takes it."""
+        pow2 = operand is not None and operand.scale == "pow2"
+        out = swiglu.swiglu(gate_up_TN, fp8=operand is not None, pow2=pow2)
+        return out if isinstance(out, Tensor) else Quantized(*out, (1, BLOCK))
+
+    # Attention ------------------------------------------------------------------------------------------------
+
+    def index(  # type: ignore[override]
+        self, runs: Sequence[Run], group: int, device: torch.device | None = None
+    ) -> PackedIndex:
+        """Pages, block tables and query tiles of packed runs."""
+        return packed_index(runs, group, device)
+
+    def attention(  # type: ignore[override]
+        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, index: PackedIndex, form: AttentionForm = PLAIN
+    ) -> tuple[Tensor, Tensor]:
+        """(o [T, H, D], base-2 log-sum-exp [T, H] FP32) of packed rows; keys and values are copied to pages first."""
+        k_pages, v_pages = packed_pages(k_SGD, v_SGD, index, None)
+        scales = _scales(form)
+        out, lse = attention.prefill(q_THD.contiguous(), k_pages, v_pages, index.prefill, scales, lse=True)
+        assert isinstance(out, Tensor)
+        return out, lse
+
+    # Output head ----------------------------------------------------------------------------------------------
+
+    def logits(self, h_TK: Tensor, head_weight: PackedWeight, temperature_T: Tensor) -> Tensor:
+        """Logits over each row's temperature, [T, V] FP32."""
+        return self.raw_logits(h_TK, head_weight).div_(temperature_T[:, None])
+
+    def raw_logits(self, h_TK: Tensor, head_weight: PackedWeight) -> Tensor:
+        """[T, V] FP32."""
+        assert head_weight.plain is not None
+        return gemm.bf16_matmul(h_TK, head_weight.plain, dtype=torch.float32)
+
+    def log_normalizer(self, logits_TV: Tensor) -> Tensor:
+        """log sum exp [T] FP32, by the launches that the sampler uses."""
+        count = len(logits_TV)
+        if count not in self._ones:
+            self._ones[count] = torch.ones(count, device=logits_TV.device)
+        return head.log_normalizer(logits_TV, self._ones[count])
+
+
+def elapsed(run: Callable[[], object], repeats: int = 12) -> float:
+    """Median milliseconds of a launch sequence in a graph, with the L2 cache overwritten before each."""
+    flush = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return float(sorted(times)[repeats // 2])
+
+
+def packed_index(runs: Sequence[Run], group: int, device: torch.device | None) -> PackedIndex:
+    """See `HopperKernels.index`."""
+    page, longest = 0, 0
+    tiles, tables, slots = [], [], []
+    block = 128 if sum(r.count for r in runs) > 64 * len(runs) else 64
+    for run in runs:
+        keys = run.position + run.count
+        pages = -(-keys // attention.PAGE)
+        for start in range(0, run.count, block):
+            count = min(block, run.count - start)
+            tiles.append((run.row + start, count, run.position + start, page))
+        tables.append(torch.arange(page, page + pages, dtype=torch.int32))
+        slots.append(torch.arange(page * attention.PAGE, page * attention.PAGE + keys))
+        page += pages
+        longest = max(longest, keys)
+    tiles.sort(key=lambda t: -t[2])
+    rows_W = torch.cat([r.slots[: r.position + r.count].cpu() for r in runs])
+    prefill = attention.PrefillIndex(
+        torch.tensor(tiles, dtype=torch.int32).to(device), torch.cat(tables).to(device), longest, block
+    )
+    return PackedIndex(
+        prefill, rows_W.to(device), torch.cat(slots).to(device), page, tuple(runs), group
+    )
+
+
+def packed_pages(
+    k_SGD: Tensor, v_SGD: Tensor, index: PackedIndex, scales: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of packed rows in BF16 pages. Under `scales`, and for rows that are codes already, pages hold the codes'
+    values, exact in BF16: widened once here instead of in every tile of queries."""
+    _, heads, dim = k_SGD.shape
+    if k_SGD.dtype == E4M3:
+        k_SGD, v_SGD = (x.float().bfloat16() for x in (k_SGD, v_SGD))
+    shape = (index.pages, heads)
+    k_pages = k_SGD.new_empty(*shape, attention.PAGE, dim)
+    # A key that isn't there has p = 0, and 0 * value must be 0.
+    v_pages = v_SGD.new_zeros(*shape, dim, attention.PAGE)
+    rope.write_pages(
+        k_SGD.contiguous(), v_SGD.contiguous(), index.rows_W, index.slots_W, k_pages, v_pages, scales
+    )
+    return k_pages, v_pages
+
+
+def _scales(form: AttentionForm) -> tuple[Tensor, Tensor] | None:
+    if form.query_scale is not None:
+        raise ConfigError(
+            "FP8 queries and probabilities have no Hopper kernel yet",
+            where="flow.attention",
+            fix="set flow.attention to bf16, or kernels to reference",
+        )
+    if form.k_scale_G is None or form.v_scale_G is None:
+        return None
+    return form.k_scale_G, form.v_scale_G
+
+
+def _library_scale(weight: Quantized) -> Tensor | None:
+    """Scales with K / 128 padded to a multiple of four and transposed; None for shapes that the library refuses."""
+    columns, depth = weight.shape
+    if weight.group != (BLOCK, BLOCK) or columns % BLOCK or depth % BLOCK or depth == BLOCK:
+        return None
+    return F.pad(weight.scale, (0, -weight.scale.shape[1] % 4)).contiguous().t()
+
+
+def _scaled_mm(x: Quantized, w: Quantized, w_scale: Tensor) -> Tensor:
+    count, depth = x.shape
+    padded = max(-(-count // 4) * 4, 4)
+    codes, scale = x.codes, x.scale
+    if count != padded:
+        whole = codes.untyped_storage().nbytes() >= (codes.storage_offset() + padded * depth)
+        if whole and scale.stride() == (1, padded):
+            codes = codes.as_strided((padded, depth), (depth, 1))
+            scale = scale.as_strided((padded, scale.shape[1]), (1, padded))
+        else:
+            codes = F.pad(codes.view(torch.uint8), (0, 0, 0, padded - count)).view(E4M3)
+            scale = F.pad(scale.t(), (0, padded - count), value=1.0).contiguous().t()
+    elif scale.stride() != (1, padded):
+        scale = scale.t().contiguous().t()
+    kind = F.ScalingType
+    y = F.scaled_mm(
+        codes,
+        w.codes.t(),
+        scale,
+        kind.BlockWise1x128,
+        w_scale,
+        kind.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+    return y[:count]

@@ -1,0 +1,152 @@
+"""From logits to a sample and its log-probability, row by row.
+
+The log-normalizer is computed by the same two launches for the sampler and for the trainer: segments of a row, each reduced
+in a program of its own, and a second program that adds them up. Sampling is a third and a fourth launch over the same
+logits: Gumbel noise from a counter-based generator (`rollout/noise.py` has the definition), then the largest score, ties to
+the lower token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SEGMENT = 4096
+
+
+@triton.jit
+def _segments(x_ptr, temperature_ptr, part_ptr, V, segments, SEG: tl.constexpr):
+    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    c = segment * SEG + tl.arange(0, SEG)
+    temperature = tl.load(temperature_ptr + row)
+    x = tl.load(x_ptr + row * V + c, mask=c < V, other=-float("inf"))
+    x = tl.div_rn(x, temperature + tl.zeros_like(x))
+    m = tl.max(x, 0)
+    part = part_ptr + (row * segments + segment) * 2
+    tl.store(part, m)
+    tl.store(part + 1, tl.sum(tl.exp(x - m), 0))
+
+
+@triton.jit
+def _normalizer(part_ptr, out_ptr, segments, SP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, SP)
+    part = part_ptr + (row * segments + s) * 2
+    m = tl.load(part, mask=s < segments, other=-float("inf"))
+    total = tl.load(part + 1, mask=s < segments, other=0.0)
+    peak = tl.max(m, 0)
+    tl.store(out_ptr + row, peak + tl.log(tl.sum(total * tl.exp(m - peak), 0)))
+
+
+def log_normalizer(logits_TV: Tensor, temperature_T: Tensor) -> Tensor:
+    """log sum exp(logits / temperature) [T] FP32 of FP32 logits."""
+    rows, vocabulary = logits_TV.shape
+    out = torch.empty(rows, dtype=torch.float32, device=logits_TV.device)
+    if rows:
+        segments = triton.cdiv(vocabulary, SEGMENT)
+        part = torch.empty(rows, segments, 2, dtype=torch.float32, device=logits_TV.device)
+        _segments[(rows, segments)](
+            logits_TV, temperature_T, part, vocabulary, segments, SEGMENT, num_warps=8
+        )
+        _normalizer[(rows,)](part, out, segments, triton.next_power_of_2(segments), num_warps=1)
+    return out
+
+
+@triton.jit
+def _target(x_ptr, temperature_ptr, normalizer_ptr, target_ptr, out_ptr, rows, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = row < rows
+    target = tl.load(target_ptr + row, mask=ok, other=0)
+    x = tl.load(x_ptr + row.to(tl.int64) * V + target, mask=ok, other=0.0)
+    x = tl.div_rn(x, tl.load(temperature_ptr + row, mask=ok, other=1.0))
+    tl.store(out_ptr + row, x - tl.load(normalizer_ptr + row, mask=ok, other=0.0), mask=ok)
+
+
+def target_log_prob(
+    logits_TV: Tensor, temperature_T: Tensor, normalizer_T: Tensor, targets_T: Tensor
+) -> Tensor:
+    """log p of the targets (int64), [T] FP32."""
+    rows, vocabulary = logits_TV.shape
+    out = torch.empty(rows, dtype=torch.float32, device=logits_TV.device)
+    if rows:
+        _target[(triton.cdiv(rows, 128),)](
+            logits_TV, temperature_T, normalizer_T, targets_T, out, rows, vocabulary, 128, num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def _shift(x, count: tl.constexpr):
+    return (x >> count) & ((1 << (32 - count)) - 1)
+
+
+@triton.jit
+def _splitmix(x):
+    x = x + (-7046029254386353131)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * (-4658895280553007687)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * (-7723592293110705685)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+@triton.jit
+def _scores(x_ptr, temperature_ptr, state_ptr, position_ptr, part_ptr, index_ptr, V, segments, SEG: tl.constexpr):
+    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    c = segment * SEG + tl.arange(0, SEG)
+    temperature = tl.load(temperature_ptr + row)
+    hot = temperature > 0.0
+    x = tl.load(x_ptr + row * V + c, mask=c < V, other=-float("inf"))
+    if hot:
+        x = tl.div_rn(x, temperature + tl.zeros_like(x))
+        key = _splitmix(tl.load(state_ptr + row) ^ tl.load(position_ptr + row).to(tl.int64))
+        low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
+        bits = c * (-1640531527) + low
+        bits = ((bits ^ _shift(bits, 17)) * (-312814405)) ^ high
+        bits = (bits ^ _shift(bits, 11)) * (-1404298415)
+        bits = (bits ^ _shift(bits, 15)) * 830770091
+        bits = bits ^ _shift(bits, 14)
+        uniform = ((bits & 0x7FFFFFFF).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
+        uniform = tl.minimum(uniform, 1.0 - 1.0 / 16777216.0)
+        tail = 1.0 - uniform
+        # -log1p(-u) = u for the smallest u; log of the exact complement elsewhere
+        x = x - tl.log(tl.where(uniform < 0.0001, uniform + 0.5 * uniform * uniform, -tl.log(tail)))
+    best, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(part_ptr + row * segments + segment, best)
+    tl.store(index_ptr + row * segments + segment, segment * SEG + at)
+
+
+@triton.jit
+def _best(part_ptr, index_ptr, token_ptr, segments, SP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, SP)
+    score = tl.load(part_ptr + row * segments + s, mask=s < segments, other=-float("inf"))
+    _, at = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(token_ptr + row, tl.load(index_ptr + row * segments + at).to(tl.int64))
+
+
+def sample(logits_RV: Tensor, temperature_R: Tensor, state_R: Tensor, position_R: Tensor) -> Tensor:
+    """Tokens [R] int64: argmax(logits / temperature + Gumbel noise); temperature 0 is greedy.
+
+    state_R: int64, the generator's state after (seed, step, prompt, sample); position_R: int64 number of the drawn token.
+    """
+    rows, vocabulary = logits_RV.shape
+    segments = triton.cdiv(vocabulary, SEGMENT)
+    part = torch.empty(rows, segments, dtype=torch.float32, device=logits_RV.device)
+    index = torch.empty(rows, segments, dtype=torch.int32, device=logits_RV.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
+    if rows:
+        _scores[(rows, segments)](
+            logits_RV,
+            temperature_R,
+            state_R,
+            position_R,
+            part,
+            index,
+            vocabulary,
+            segments,
+            SEGMENT,
+            num_warps=8,
+        )
+        _best[(rows,)](part, index, tokens, segments, triton.next_power_of_2(segments), num_warps=1)
+    return tokens

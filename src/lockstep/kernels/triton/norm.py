@@ -1,0 +1,90 @@
+"""Residual addition, RMSNorm and 1x128 quantization of a row in one pass; every part but the norm is optional.
+
+The sum of squares is taken over one row inside one program, always in the same layout: the launch shape depends on K only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels.triton.numbers import after_previous
+from lockstep.kernels.triton.quantize import empty_codes, store_row_codes
+
+
+@triton.jit
+def _norm(
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    sum_ptr,
+    out_ptr,
+    codes_ptr,
+    scale_ptr,
+    K,
+    eps,
+    scale_stride,
+    groups,
+    GP: tl.constexpr,
+    ADD: tl.constexpr,
+    FP8: tl.constexpr,
+    POW2: tl.constexpr,
+):
+    after_previous()
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, GP)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = c < K
+    x = tl.load(x_ptr + row * K + c, mask=inside, other=0.0)
+    if ADD:
+        delta = tl.load(delta_ptr + row * K + c, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row * K + c, x, mask=inside)
+    x = x.to(tl.float32)
+    mean = tl.div_rn(tl.sum(tl.sum(x * x, 1), 0), K.to(tl.float32))
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    y = (x * inverse * weight).to(out_ptr.dtype.element_ty)
+    if FP8:
+        store_row_codes(y.to(tl.float32), row, codes_ptr, scale_ptr, K, scale_stride, groups, GP, POW2)
+    else:
+        tl.store(out_ptr + row * K + c, y, mask=inside)
+
+
+def rms_norm(
+    x_TK: Tensor, weight_K: Tensor, eps: float, *, delta_TK: Tensor | None = None, fp8: bool, pow2: bool = False
+) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor]]:
+    """(x + delta, its norm): the norm as BF16 rows, or as (codes, scale) when `fp8`. All inputs contiguous."""
+    rows, columns = x_TK.shape
+    groups = triton.cdiv(columns, 128)
+    total = torch.empty_like(x_TK) if delta_TK is not None else x_TK
+    out: Tensor | tuple[Tensor, Tensor]
+    if fp8:
+        codes, scale = empty_codes(rows, columns, x_TK.device)
+        out, plain = (codes, scale), x_TK
+    else:
+        out = plain = torch.empty_like(x_TK)
+        codes = scale = x_TK
+    if rows:
+        blocks = triton.next_power_of_2(groups)
+        _norm[(rows,)](
+            x_TK,
+            x_TK if delta_TK is None else delta_TK,
+            weight_K,
+            total,
+            plain,
+            codes,
+            scale,
+            columns,
+            eps,
+            scale.stride(1) if fp8 else 0,
+            groups,
+            blocks,
+            delta_TK is not None,
+            fp8,
+            pow2,
+            num_warps=min(16, max(4, blocks // 2)),
+            launch_pdl=True,
+        )
+    return total, out

@@ -1,0 +1,105 @@
+"""Device functions that every kernel shares: the quantizer's definition, and FP32 arithmetic whose rounding is spelled out.
+
+Triton's `/` and `sqrt` are approximate, and a compiler may or may not contract a product and a sum into one rounding. Where
+two kernels must give one value the same bits (prefill and decode; a fused quantizer and a plain one), the operation is
+named: `div_rn`, `fma`. The definition is `numerics/quantize.py`; `tests/kernels/test_triton_quantize.py` compares bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+E4M3_MAX = tl.constexpr(448.0)
+AMAX_FLOOR = tl.constexpr(1e-12)
+
+
+@triton.jit
+def after_previous():
+    """Waits until the kernel before has finished and its writes are visible, then lets the next one be placed on the chip.
+
+    Kernels that begin with this are launched with `launch_pdl` (programmatic dependent launch): the start-up of one overlaps the
+    end of another, which at decode sizes is a fifth of the time. Nothing that another kernel writes may be read before it.
+    """
+    gdc_wait()
+    gdc_launch_dependents()
+
+
+@triton.jit
+def scale_of(amax, POW2: tl.constexpr):
+    """max(amax, floor) / 448, rounded up to a power of two on demand."""
+    scale = tl.div_rn(tl.maximum(amax, AMAX_FLOOR), tl.full(amax.shape, E4M3_MAX, tl.float32))
+    if POW2:
+        bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = bits.to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def codes_of(x, scale):
+    """e4m3(clamp(x / scale)), rounded to nearest even."""
+    scaled = tl.div_rn(x, scale)
+    return tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX).to(tl.float8e4nv)
+
+
+@triton.jit
+def place_of(i, GROUPS: tl.constexpr):
+    """Where element i of a row of 16 * GROUPS codes lies in a page.
+
+    The left operand of a warpgroup product wants, in each of four lanes, elements 2c, 2c + 1, 2c + 8, 2c + 9 of every 16. A
+    page stores just these four as one word, and the words of a lane side by side, so that a lane reads its share of a row with
+    a few 16-byte loads instead of one byte pair at a time.
+    """
+    within = i % 16
+    lane, pair = (within % 8) // 2, within // 8
+    return (lane * GROUPS + i // 16) * 4 + pair * 2 + within % 2
+
+
+@triton.jit
+def _widen_words(words):
+    """BF16 pairs (elements 0, 1 and 2, 3) of words of four e4m3 codes, exact: the seven magnitude bits move into a BF16's place,
+    then times 2^120, the difference of the exponents' biases."""
+    return tl.inline_asm_elementwise(
+        asm="""
+        {
+        .reg .b32 t, s, f;
+        mov.b32 f, 0x7B807B80;
+        prmt.b32 t, $2, 0, 0x1404;
+        shr.u32 s, t, 4;
+        and.b32 s, s, 0x07F007F0;
+        and.b32 t, t, 0x80008000;
+        or.b32 t, t, s;
+        mul.rn.bf16x2 $0, t, f;
+        prmt.b32 t, $2, 0, 0x3424;
+        shr.u32 s, t, 4;
+        and.b32 s, s, 0x07F007F0;
+        and.b32 t, t, 0x80008000;
+        or.b32 t, t, s;
+        mul.rn.bf16x2 $1, t, f;
+        }
+        """,
+        constraints="=r,=r,r",
+        args=[words],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def load_widened(pointer, R: tl.constexpr, L: tl.constexpr, LP: tl.constexpr):
+    """[R, LP] BF16 of R rows of L codes stored as `place_of` says, zeros beyond L. `pointer`: int32, the first row's words.
+
+    Permuting and joining cost nothing: the compiler finds that each thread already holds its elements.
+    """
+    row = tl.arange(0, R)[:, None, None]
+    lane = tl.arange(0, 4)[None, :, None]
+    group = tl.arange(0, LP // 16)[None, None, :]
+    at = row * (L // 4) + lane * (L // 16) + group
+    inside = (group < L // 16) & (lane < 4) & (row < R)
+    first, second = _widen_words(tl.load(pointer + at, mask=inside, other=0))
+    a, b = (first & 0xFFFF).to(tl.int16), (first >> 16).to(tl.int16)
+    c, d = (second & 0xFFFF).to(tl.int16), (second >> 16).to(tl.int16)
+    x = tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 2, 4, 1, 3))
+    return tl.reshape(x, (R, LP)).to(tl.bfloat16, bitcast=True)

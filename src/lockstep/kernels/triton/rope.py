@@ -1,0 +1,323 @@
+"""From a projected row to attention's inputs in one kernel: q/k norm, rotary embedding, and the write to the paged cache.
+
+Pages hold 64 tokens, the key step of attention. Within a page a head's keys lie as [64, D] and its values as [D, 64]: each
+is the left operand of a decode product as it stands, so no byte is transposed when it is read thousands of times.
+
+    k_pages [pages, G, 64, D]     v_pages [pages, G, D, 64]     BF16, or e4m3 under one scale for each head
+
+Within a row of e4m3 codes (D of a key, 64 keys of a value's dimension) elements stand as `numbers.place_of` says.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels.triton.numbers import E4M3_MAX, after_previous, place_of
+
+PAGE = 64
+HEADS = 8
+"""Heads of one kind that a program takes."""
+
+
+@triton.jit
+def _half_norm(a, b, wa, wb, eps, D: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm over a head given as its halves [heads, D / 2], rounded to the activation type."""
+    mean = tl.div_rn(tl.sum(a * a + b * b, 1), tl.full((a.shape[0],), D, tl.float32))
+    inverse = tl.div_rn(tl.full((a.shape[0],), 1.0, tl.float32), tl.sqrt_rn(mean + eps))[:, None]
+    a = (a * inverse * wa.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+    b = (b * inverse * wb.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def fixed_codes(x, scale):
+    """e4m3 codes under a given scale; larger values saturate."""
+    scaled = tl.div_rn(x, scale + tl.zeros_like(x))
+    return tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX).to(tl.float8e4nv)
+
+
+@triton.jit
+def _rope(
+    qkv_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    qw_ptr,
+    kw_ptr,
+    table_ptr,
+    position_ptr,
+    slot_ptr,
+    ks_ptr,
+    vs_ptr,
+    flag_ptr,
+    qkv_stride,
+    eps,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_P: tl.constexpr,
+    HB: tl.constexpr,
+    NORM: tl.constexpr,
+    PAGED: tl.constexpr,
+    KV8: tl.constexpr,
+):
+    after_previous()
+    t = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    q_chunks: tl.constexpr = (H + HB - 1) // HB
+    g_chunks: tl.constexpr = (G + HB - 1) // HB
+    half = tl.arange(0, HALF_P)
+    inside = half < HALF
+    head = tl.arange(0, HB)
+    is_q = chunk < q_chunks
+    is_v = chunk >= q_chunks + g_chunks
+    local = tl.where(is_q, chunk, tl.where(is_v, chunk - q_chunks - g_chunks, chunk - q_chunks)) * HB + head
+    limit = tl.where(is_q, H, G)
+    base = tl.where(is_q, 0, tl.where(is_v, H + G, H)) + local
+    ok = (local < limit)[:, None] & inside[None, :]
+    source = qkv_ptr + t * qkv_stride + base[:, None] * D + half[None, :]
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    a = tl.load(source, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
+    if not is_v:
+        if NORM:
+            if is_q:
+                wa = tl.load(qw_ptr + half, mask=inside, other=0.0)
+                wb = tl.load(qw_ptr + HALF + half, mask=inside, other=0.0)
+            else:
+                wa = tl.load(kw_ptr + half, mask=inside, other=0.0)
+                wb = tl.load(kw_ptr + HALF + half, mask=inside, other=0.0)
+            a, b = _half_norm(a, b, wa, wb, eps, D, dtype)
+        position = tl.load(position_ptr + t)
+        cos = tl.load(table_ptr + position * (2 * HALF) + half, mask=inside, other=0.0)[None, :]
+        sin = tl.load(table_ptr + position * (2 * HALF) + HALF + half, mask=inside, other=0.0)[None, :]
+        a, b = a * cos - b * sin, b * cos + a * sin
+        a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+    if is_q:
+        q_to = q_ptr + (t * H + local)[:, None] * D + half[None, :]
+        tl.store(q_to, a.to(dtype), mask=ok)
+        tl.store(q_to + HALF, b.to(dtype), mask=ok)
+    elif PAGED:
+        slot = tl.load(slot_ptr + t)
+        tile = (slot // 64 * G + local)[:, None] * (64 * D)
+        at = slot % 64
+        wild = tl.max(tl.max((tl.abs(a) + tl.abs(b) < float("inf")).to(tl.int32) ^ 1, 1), 0)
+        if wild > 0:
+            tl.store(flag_ptr, 1)
+        if is_v:
+            v_to = v_ptr + tile + half[None, :] * 64 + (place_of(at, 4) if KV8 else at)
+            if KV8:
+                v_scale = tl.load(vs_ptr + local, mask=local < limit, other=1.0)[:, None]
+                tl.store(v_to, fixed_codes(a, v_scale), mask=ok)
+                tl.store(v_to + HALF * 64, fixed_codes(b, v_scale), mask=ok)
+            else:
+                tl.store(v_to, a.to(dtype), mask=ok)
+                tl.store(v_to + HALF * 64, b.to(dtype), mask=ok)
+        else:
+            k_to = k_ptr + tile + at * D + half[None, :]
+            if KV8:
+                k_scale = tl.load(ks_ptr + local, mask=local < limit, other=1.0)[:, None]
+                k_row = k_ptr + tile + at * D
+                tl.store(k_row + place_of(half, D // 16)[None, :], fixed_codes(a, k_scale), mask=ok)
+                tl.store(k_row + place_of(half + HALF, D // 16)[None, :], fixed_codes(b, k_scale), mask=ok)
+            else:
+                tl.store(k_to, a.to(dtype), mask=ok)
+                tl.store(k_to + HALF, b.to(dtype), mask=ok)
+    else:
+        if is_v:
+            row_v = v_ptr + (t * G + local)[:, None] * D + half[None, :]
+            tl.store(row_v, a.to(dtype), mask=ok)
+            tl.store(row_v + HALF, b.to(dtype), mask=ok)
+        else:
+            row_k = k_ptr + (t * G + local)[:, None] * D + half[None, :]
+            tl.store(row_k, a.to(dtype), mask=ok)
+            tl.store(row_k + HALF, b.to(dtype), mask=ok)
+
+
+def rope_and_write(
+    qkv: Tensor,
+    table_PD: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    scales: tuple[Tensor, Tensor] | None,
+    flag: Tensor | None = None,
+) -> Tensor:
+    """q [T, H, D] after norm and rotation; keys and values go to their slots.
+
+    qkv: [T, (H + 2 G) D]. table_PD: [positions, 2, D / 2] FP32 cos and sin. slots_T: int64, page * 64 + offset.
+    norms: weights of the q and k norm. scales: FP32 [G] of keys and values for an e4m3 cache. flag: int32 [1], set to 1 when
+    a key or value is not finite: its e4m3 code would be a plausible number, and a BF16 one would poison whoever gets the page.
+    """
+    kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+    q = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    _launch(
+        qkv, q, k_pages, v_pages, table_PD, positions_T, slots_T, kv_heads, norms, eps, scales, flag, paged=True
+    )
+    return q
+
+
+def rope_rows(
+    qkv: Tensor,
+    table_PD: Tensor,
+    positions_T: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q [T, H, D], k, v [T, G, D]) after norm and rotation, as rows."""
+    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    q, k, v = (
+        torch.empty(len(qkv), n, head_dim, dtype=qkv.dtype, device=qkv.device)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    _launch(qkv, q, k, v, table_PD, positions_T, positions_T, kv_heads, norms, eps, None, None, paged=False)
+    return q, k, v
+
+
+def _launch(
+    qkv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table_PD: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    kv_heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    scales: tuple[Tensor, Tensor] | None,
+    flag: Tensor | None,
+    *,
+    paged: bool,
+) -> None:
+    rows, heads, head_dim = q.shape
+    if rows == 0:
+        return
+    chunks = triton.cdiv(heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
+    half = head_dim // 2
+    q_weight, k_weight = norms if norms is not None else (qkv, qkv)
+    k_scale, v_scale = scales if scales is not None else (table_PD, table_PD)
+    _rope[(rows, chunks)](
+        qkv,
+        q,
+        k,
+        v,
+        q_weight,
+        k_weight,
+        table_PD,
+        positions_T,
+        slots_T,
+        k_scale,
+        v_scale,
+        flag if flag is not None else torch.empty(1, dtype=torch.int32, device=qkv.device),
+        qkv.stride(0),
+        eps,
+        heads,
+        kv_heads,
+        head_dim,
+        half,
+        triton.next_power_of_2(half),
+        HEADS,
+        norms is not None,
+        paged,
+        scales is not None,
+        num_warps=2,
+        enable_fp_fusion=False,
+        launch_pdl=True,
+    )
+
+
+@triton.jit
+def _write(
+    k_ptr,
+    v_ptr,
+    kp_ptr,
+    vp_ptr,
+    row_ptr,
+    slot_ptr,
+    ks_ptr,
+    vs_ptr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    GP: tl.constexpr,
+    KV8: tl.constexpr,
+    CODES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    i = tl.program_id(0)
+    row, slot = tl.load(row_ptr + i), tl.load(slot_ptr + i)
+    page, at = slot // 64, slot % 64
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    ok = (g < G)[:, None] & (d < D)[None, :]
+    source = (row * G + g)[:, None] * D + d[None, :]
+    tile = (page * G + g)[:, None] * (64 * D)
+    k = tl.load(k_ptr + source, mask=ok, other=0.0)
+    v = tl.load(v_ptr + source, mask=ok, other=0.0)
+    k_at, v_at = d, at
+    if CODES:
+        k_at, v_at = place_of(d, D // 16), place_of(at, 4)
+    k_to = kp_ptr + tile + at * D + k_at[None, :]
+    v_to = vp_ptr + tile + d[None, :] * 64 + v_at
+    if KV8:
+        ks = tl.load(ks_ptr + g, mask=g < G, other=1.0)[:, None]
+        vs = tl.load(vs_ptr + g, mask=g < G, other=1.0)[:, None]
+        k_codes, v_codes = fixed_codes(k.to(tl.float32), ks), fixed_codes(v.to(tl.float32), vs)
+        if WIDE:
+            tl.store(k_to, k_codes.to(tl.float32).to(tl.bfloat16), mask=ok)
+            tl.store(v_to, v_codes.to(tl.float32).to(tl.bfloat16), mask=ok)
+        else:
+            tl.store(k_to, k_codes, mask=ok)
+            tl.store(v_to, v_codes, mask=ok)
+    else:
+        tl.store(k_to, k, mask=ok)
+        tl.store(v_to, v, mask=ok)
+
+
+def write_pages(
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    rows_W: Tensor,
+    slots_W: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Writes row `rows_W[i]` of keys and values to slot `slots_W[i]` (int64); a row may go to several slots.
+
+    With `scales` they are quantized; e4m3 pages take the codes, BF16 pages the values of the codes.
+    """
+    if len(rows_W) == 0:
+        return
+    _, kv_heads, head_dim = k_TGD.shape
+    k_scale, v_scale = scales if scales is not None else (k_TGD, v_TGD)
+    _write[(len(rows_W),)](
+        k_TGD,
+        v_TGD,
+        k_pages,
+        v_pages,
+        rows_W,
+        slots_W,
+        k_scale,
+        v_scale,
+        kv_heads,
+        head_dim,
+        triton.next_power_of_2(head_dim),
+        triton.next_power_of_2(kv_heads),
+        scales is not None,
+        k_pages.element_size() == 1,
+        scales is not None and k_pages.element_size() == 2,
+        num_warps=4,
+    )

@@ -1,0 +1,160 @@
+"""Attention contexts of a backend that fuses: they take a projected row and do norm, rotation, storage and attention.
+
+`DevicePages` is the engine's: keys and values go to pages of the cache, and a step either has one query for each sequence
+(decode) or tiles of queries (prefill). `DevicePacked` is the training forward's: the same kernels over pages made for this
+pass. Both end in the loop of `kernels/triton/attention.py`, and a row gets the same bits from either.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ContractError
+from lockstep.nn.kv_scales import KVScales
+from lockstep.nn.routes import Routes
+from lockstep.numerics.formats import BLOCK, ScaleKind
+from lockstep.numerics.quantize import Quantized
+
+if TYPE_CHECKING:
+    from lockstep.kernels.hopper import PackedIndex
+    from lockstep.kernels.triton.attention import DecodeIndex, PrefillIndex
+    from lockstep.nn.attention import Attention
+
+
+class DeviceContext(Protocol):
+    """What `models/fused.py` needs of a context."""
+
+    positions_T: Tensor
+    routes: Routes | None
+
+    def attend_rows(self, layer: int, qkv_TN: Tensor, attention: Attention) -> Quantized | Tensor:
+        """Attention output [T, H D] of projected rows [T, (H + 2 G) D], as the output projection takes it."""
+
+    def finish(self) -> None:
+        """Called after the last layer."""
+
+
+class DevicePages:
+    """Rows of running sequences. k_pages [layers, pages, G, 64, D], v_pages [layers, pages, G, D, 64]. slots_T: where each
+    row's key and value go. flag: int32 [1], raised by a non-finite key or value on its way into FP8."""
+
+    def __init__(
+        self,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        index: PrefillIndex | DecodeIndex,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        scales: KVScales | None,
+        flag: Tensor | None = None,
+        routes: Routes | None = None,
+    ) -> None:
+        self.positions_T, self.slots_T, self.index = positions_T, slots_T, index
+        self.k_pages, self.v_pages, self.scales, self.flag = k_pages, v_pages, scales, flag
+        self.routes = routes
+
+    def attend_rows(self, layer: int, qkv_TN: Tensor, attention: Attention) -> Quantized | Tensor:
+        """See `DeviceContext`."""
+        from lockstep.kernels.triton import attention as kernel
+        from lockstep.kernels.triton import rope
+
+        scales = layer_scales(self.scales, layer)
+        k_pages, v_pages = self.k_pages[layer], self.v_pages[layer]
+        q_THD = rope.rope_and_write(
+            qkv_TN,
+            attention.rope.table_PD,
+            self.positions_T,
+            self.slots_T,
+            k_pages,
+            v_pages,
+            heads=attention.heads,
+            norms=norm_weights(attention),
+            eps=norm_eps(attention),
+            scales=scales,
+            flag=self.flag,
+        )
+        codes = code_scale(attention)
+        if isinstance(self.index, kernel.DecodeIndex):
+            return output_rows(kernel.decode(q_THD, k_pages, v_pages, self.index, scales, codes=codes), attention)
+        out, _ = kernel.prefill(q_THD, k_pages, v_pages, self.index, scales, codes=codes)
+        return output_rows(out, attention)
+
+    def finish(self) -> None:
+        """The engine reads `flag` when it reads results."""
+
+
+class DevicePacked:
+    """Rows of several sequences side by side, without gradient."""
+
+    def __init__(
+        self,
+        positions_T: Tensor,
+        index: PackedIndex,
+        scales: KVScales | None = None,
+        routes: Routes | None = None,
+    ) -> None:
+        self.positions_T, self.index, self.scales, self.routes = positions_T, index, scales, routes
+        self.wild = torch.zeros((), dtype=torch.bool, device=positions_T.device)
+
+    def attend_rows(self, layer: int, qkv_TN: Tensor, attention: Attention) -> Quantized | Tensor:
+        """See `DeviceContext`."""
+        from lockstep.kernels.hopper import packed_pages
+        from lockstep.kernels.triton import attention as kernel
+        from lockstep.kernels.triton import rope
+
+        scales = layer_scales(self.scales, layer)
+        q, k, v = rope.rope_rows(
+            qkv_TN,
+            attention.rope.table_PD,
+            self.positions_T,
+            heads=attention.heads,
+            kv_heads=attention.kv_heads,
+            norms=norm_weights(attention),
+            eps=norm_eps(attention),
+        )
+        self.wild |= ~(torch.isfinite(k).all() & torch.isfinite(v).all())
+        k_pages, v_pages = packed_pages(k, v, self.index, scales)
+        codes = code_scale(attention)
+        out, _ = kernel.prefill(q, k_pages, v_pages, self.index.prefill, scales, codes=codes)
+        return output_rows(out, attention)
+
+    def finish(self) -> None:
+        """Raises ContractError when a key or value was not finite."""
+        if bool(self.wild):
+            raise ContractError("non-finite key or value")
+
+
+def code_scale(attention: Attention) -> ScaleKind | None:
+    """The kind of scale under which the kernel itself writes 1x128 codes: where a head is a group, and codes are wanted."""
+    projection = attention.o_proj
+    return projection.flow.fprop.lhs.scale if projection.fp8 and attention.head_dim == BLOCK else None
+
+
+def output_rows(out: Tensor | tuple[Tensor, Tensor], attention: Attention) -> Quantized | Tensor:
+    """What the kernel wrote, as the output projection takes it."""
+    if isinstance(out, tuple):
+        return Quantized(*out, (1, BLOCK))
+    projection, rows = attention.o_proj, out.flatten(1)
+    return projection.kernels.quantize_rows(rows, projection.flow.fprop.lhs) if projection.fp8 else rows
+
+
+def layer_scales(scales: KVScales | None, layer: int) -> tuple[Tensor, Tensor] | None:
+    """Scales of keys and values of one layer, [KV heads] each."""
+    return None if scales is None else (scales.k[layer], scales.v[layer])
+
+
+def norm_weights(attention: Attention) -> tuple[Tensor, Tensor] | None:
+    """Working copies of the q and k norm, where the model has them."""
+    if attention.q_norm is None or attention.k_norm is None:
+        return None
+    q, k = attention.q_norm.working.plain, attention.k_norm.working.plain
+    assert q is not None and k is not None
+    return q, k
+
+
+def norm_eps(attention: Attention) -> float:
+    """Epsilon of the q and k norm."""
+    return 0.0 if attention.q_norm is None else attention.q_norm.eps

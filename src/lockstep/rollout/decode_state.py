@@ -1,0 +1,224 @@
+"""What a running batch is on the device, and the decode step over it, eager or as a CUDA graph.
+
+A row holds one sequence. A step reads each row's token and position, computes the decoder over the paged cache, draws, and
+moves the row on (`kernels/triton/steps.py`); nothing in it waits for the host, so steps are captured once for each batch size
+and replayed. Capture changes no bit: the same kernels run on the same tensors.
+
+Next: `decode_loop.py`, which fills rows, launches windows of steps and reads what they drew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.triton import head as sampling
+from lockstep.kernels.triton import steps
+from lockstep.kernels.triton.attention import CHUNK, DecodeIndex
+from lockstep.models.decoder import Decoder
+from lockstep.nn.device_context import DevicePages
+from lockstep.nn.kv_scales import KVScales
+from lockstep.rollout.device_cache import DeviceCache
+
+MAX_STOPS = 8
+"""Stop tokens of a row that the device looks for."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sequence about to enter a row: its next token is drawn as number `drawn` of at most `limit`, at `position`."""
+
+    row: int
+    position: int
+    drawn: int
+    limit: int
+    noise: int
+    temperature: float
+    stops: tuple[int, ...]
+
+
+class DecodeState:
+    """Rows of the running batch. table_RP: int32 pages of every row, [rows, pages of the longest sequence]."""
+
+    def __init__(
+        self, decoder: Decoder, cache: DeviceCache, rows: int, longest: int, window: int, *, graphs: bool
+    ) -> None:
+        self.decoder, self.cache, self.rows, self.window, self.graphs = decoder, cache, rows, window, graphs
+        device = cache.k.device
+        self.pages = cache.pages_for(longest)
+
+        def numbers(dtype: torch.dtype, *shape: int, fill: float = 0) -> Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=device)
+
+        self.token, self.position = numbers(torch.int64, rows), numbers(torch.int64, rows)
+        self.drawn, self.limit = numbers(torch.int64, rows), numbers(torch.int64, rows)
+        self.noise = numbers(torch.int64, rows)
+        self.temperature, self.score_temperature = (
+            numbers(torch.float32, rows, fill=1.0) for _ in range(2)
+        )
+        self.stops = numbers(torch.int64, rows, MAX_STOPS, fill=-1)
+        self.alive = numbers(torch.int32, rows)
+        self.table = numbers(torch.int32, rows, self.pages)
+        self.out_token = numbers(torch.int64, 2 * window, rows, fill=-1)
+        self.out_logp = numbers(torch.float32, 2 * window, rows)
+        self.cursor = numbers(torch.int32, 1)
+        self.flag = numbers(torch.int32, 1)
+        self.scales: KVScales | None = None
+        self._captured: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._signature: tuple[int, ...] = ()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def use_scales(self, scales: KVScales | None) -> None:
+        """Takes KV scales over into the storage that captured steps read."""
+        if scales is None:
+            self.scales = None
+        elif self.scales is None:
+            self.scales = KVScales(scales.k.clone(), scales.v.clone(), scales.version)
+        else:
+            self.scales.k.copy_(scales.k)
+            self.scales.v.copy_(scales.v)
+
+    def check_storage(self) -> None:
+        """Forgets captured steps when a working copy has moved to other storage since."""
+        self.decoder.stack()
+        signature = tuple(
+            tensor.data_ptr()
+            for _, module in self.decoder.working()
+            for tensor in (module.working.plain, None if module.working.codes is None else module.working.codes.codes)
+            if tensor is not None
+        )
+        if signature != self._signature:
+            self._signature = signature
+            self._captured.clear()
+            self._pool = torch.cuda.graph_pool_handle()
+
+    @torch.no_grad()
+    def enter(self, hidden_NK: Tensor, entries: Sequences[Entry]) -> tuple[Tensor, Tensor]:
+        """Draws the next token of each entry from its hidden state and fills its row; (tokens, log-probabilities) [N]."""
+        device = hidden_NK.device
+
+        def column(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+
+        row = column([e.row for e in entries])
+        drawn, limit = column([e.drawn for e in entries]), column([e.limit for e in entries])
+        noise = column([e.noise for e in entries])
+        temperature = torch.tensor([e.temperature for e in entries]).to(device)
+        score = torch.where(temperature > 0, temperature, 1.0)
+        stops = torch.tensor([[*e.stops, *[-1] * (MAX_STOPS - len(e.stops))] for e in entries]).to(device)
+        token, logp = self._draw(hidden_NK, temperature, score, noise, drawn)
+        going = (drawn + 1 < limit) & (stops != token[:, None]).all(1)
+        values = (
+            (self.token, token),
+            (self.position, column([e.position for e in entries])),
+            (self.drawn, drawn + 1),
+            (self.limit, limit),
+            (self.noise, noise),
+            (self.temperature, temperature),
+            (self.score_temperature, score),
+            (self.stops, stops),
+            (self.alive, going.int()),
+        )
+        for target, value in values:
+            target.index_copy_(0, row, value)
+        return token, logp
+
+    def kill(self, rows: Sequences[int]) -> None:
+        """Makes rows harmless."""
+        self.alive.index_fill_(0, torch.tensor(rows, device=self.alive.device), 0)
+
+    def permute(self, order: Sequences[int]) -> None:
+        """Row i becomes what row order[i] was, for the first len(order) rows; the others are dead."""
+        index = torch.tensor(order, device=self.alive.device)
+        count = len(order)
+        for x in (
+            self.token,
+            self.position,
+            self.drawn,
+            self.limit,
+            self.noise,
+            self.temperature,
+            self.score_temperature,
+            self.stops,
+            self.alive,
+        ):
+            x[:count] = x[index]
+        self.alive[count:] = 0
+
+    def launch(self, batch: int, longest: int) -> None:
+        """A window of steps over the first `batch` rows, none of which gets beyond `longest` keys."""
+        splits = -(-longest // CHUNK)
+        if not self.graphs:
+            for _ in range(self.window):
+                self._step(batch, splits)
+            return
+        key = (batch, splits)
+        if key not in self._captured:
+            self._captured[key] = self._capture(batch, splits)
+        for _ in range(self.window):
+            self._captured[key].replay()
+
+    def _capture(self, batch: int, splits: int) -> torch.cuda.CUDAGraph:
+        """The step as a graph. The warm-up that compiles kernels runs on dead rows, so it changes nothing."""
+        saved = self.alive.clone(), self.cursor.clone()
+        self.alive.zero_()
+        torch.cuda.synchronize()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            self._step(batch, splits)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._step(batch, splits)
+        torch.cuda.synchronize()
+        self.alive.copy_(saved[0])
+        self.cursor.copy_(saved[1])
+        return graph
+
+    @torch.no_grad()
+    def _step(self, batch: int, splits: int) -> None:
+        table = self.table[:batch]
+        position, alive = self.position[:batch], self.alive[:batch]
+        slots, lengths = steps.prepare(position, table, alive, self.cache.spare)
+        context = DevicePages(
+            position,
+            slots,
+            DecodeIndex(lengths, table, splits * CHUNK),
+            self.cache.k,
+            self.cache.v,
+            self.scales,
+            self.flag,
+        )
+        hidden = self.decoder.hidden(self.token[:batch], context)  # type: ignore[arg-type]
+        token, logp = self._draw(
+            hidden,
+            self.temperature[:batch],
+            self.score_temperature[:batch],
+            self.noise[:batch],
+            self.drawn[:batch],
+        )
+        steps.advance(
+            token,
+            logp,
+            self.token,
+            self.position,
+            self.drawn,
+            self.limit,
+            self.stops,
+            self.alive,
+            self.out_token,
+            self.out_logp,
+            self.cursor,
+        )
+
+    def _draw(
+        self, hidden_NK: Tensor, temperature: Tensor, score: Tensor, noise: Tensor, drawn: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        kernels = self.decoder.kernels
+        logits = kernels.raw_logits(hidden_NK, self.decoder.head.working)  # type: ignore[attr-defined]
+        token = sampling.sample(logits, temperature, noise, drawn)
+        normalizer = sampling.log_normalizer(logits, score)
+        return token, sampling.target_log_prob(logits, score, normalizer, token)

@@ -1,0 +1,157 @@
+"""The device engine against the contract: schedules, CUDA graphs, preemption, shared prompts and the packed forward agree
+in every bit. Random models of real layer shapes, few layers; needs a Hopper GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.kernels.attention_index import Run
+from lockstep.models.spec import PRESETS
+from lockstep.nn.kv_scales import KVScales
+from lockstep.numerics.flow import Flow, bf16_flow, fp8_flow
+from lockstep.rollout.types import Completion, Request, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+REQUESTS = [(5, 4, 40), (64, 3, 60), (300, 2, 100), (777, 1, 50), (1500, 2, 64), (63, 4, 33), (2040, 2, 40), (1, 3, 20)]
+"""(prompt tokens, samples, new tokens): around pages of 64 and chunks of 2048 keys."""
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Any:
+    from lockstep.kernels.table import select
+
+    return select("hopper")
+
+
+def requests(vocabulary: int) -> list[Request]:
+    draw = random.Random(0)
+    return [
+        Request(
+            tuple(draw.randrange(vocabulary) for _ in range(length)),
+            i,
+            samples,
+            SamplingParams(new, temperature=1.0 if i % 3 else 0.8),
+        )
+        for i, (length, samples, new) in enumerate(REQUESTS)
+    ]
+
+
+def scales_of(decoder: Any, device: torch.device) -> KVScales | None:
+    if not decoder.flow.kv_fp8:
+        return None
+    shape = (decoder.spec.num_layers, decoder.spec.num_kv_heads)
+    return KVScales(torch.full(shape, 0.05, device=device), torch.full(shape, 0.03, device=device), 1)
+
+
+def engine(decoder: Any, rows: int, tokens: int, **options: Any) -> Any:
+    from lockstep.rollout.engine import EmbeddedEngine
+    from lockstep.rollout.spec import RolloutSpec
+
+    spec = RolloutSpec(max_running=rows, page_size=64, **{"max_batched_tokens": 16384, **options})
+    made = EmbeddedEngine(decoder, spec, cache_tokens=tokens)
+    scales = scales_of(decoder, decoder.device)
+    if scales is not None:
+        made.set_kv_scales(scales)
+    return made
+
+
+@torch.no_grad()
+def scored(decoder: Any, kernels: Any, completions: list[Completion], together: int) -> torch.Tensor:
+    """Log-probabilities of every drawn token by the packed forward, `together` samples at a time."""
+    from lockstep.nn.device_context import DevicePacked
+
+    device, found = decoder.device, []
+    for first in range(0, len(completions), together):
+        ids: list[int] = []
+        runs, positions, rows, targets, temperature = [], [], [], [], []
+        for c in completions[first : first + together]:
+            sequence, start = [*c.prompt_ids, *c.token_ids[:-1]], len(ids)
+            runs.append(Run(start, len(sequence), 0, torch.arange(start, start + len(sequence))))
+            positions.append(torch.arange(len(sequence)))
+            ids += sequence
+            rows += range(start + len(c.prompt_ids) - 1, start + len(sequence))
+            targets += c.token_ids
+            temperature += [c.params.score_temperature] * len(c.token_ids)
+        position = torch.cat(positions).to(device)
+        decoder.model.rope.reserve(int(position.max()) + 1, device)
+        index = kernels.index(runs, decoder.spec.num_heads // decoder.spec.num_kv_heads, device)
+        hidden = decoder.hidden(
+            torch.tensor(ids).to(device), DevicePacked(position, index, scales_of(decoder, device))
+        )
+        logp, _ = decoder.head.log_probs(
+            hidden[torch.tensor(rows).to(device)],
+            torch.tensor(targets).to(device),
+            torch.tensor(temperature).to(device),
+        )
+        found.append(logp)
+    return torch.cat(found).cpu()
+
+
+def by_sample(completions: list[Completion]) -> list[tuple[Any, ...]]:
+    ordered = sorted(completions, key=lambda c: (c.prompt_index, c.sample_index))
+    return [(c.token_ids, c.logprobs) for c in ordered]
+
+
+@pytest.mark.parametrize("flow", [fp8_flow(kv_fp8=True), fp8_flow(), bf16_flow()], ids=["fp8+kv8", "fp8", "bf16"])
+@pytest.mark.parametrize("preset, layers", [("qwen3-8b", 2), ("qwen2.5-7b", 2), ("smollm2-135m", 4)])
+def test_schedules_graphs_and_training_forward_agree_case_51(
+    preset: str, layers: int, flow: Flow, kernels: Any
+) -> None:
+    from lockstep.bench.random_model import random_decoder
+
+    spec = replace(PRESETS[preset], num_layers=layers)
+    decoder = random_decoder(spec, flow, kernels, torch.device("cuda"))
+    asked = requests(spec.vocab_size)
+    first = engine(decoder, 32, 40000).generate(asked, seed=1, step=0, expected_version=1)
+    assert sum(len(c.token_ids) for c in first) == sum(s * n for _, s, n in REQUESTS)
+    tight = engine(decoder, 7, 9000, max_batched_tokens=700, window=3)
+    assert by_sample(tight.generate(asked, seed=1, step=0, expected_version=1)) == by_sample(first)
+    eager = engine(decoder, 12, 40000, cuda_graphs=False)
+    assert by_sample(eager.generate(asked[::-1], seed=1, step=0, expected_version=1)) == by_sample(first)
+    rollout = torch.tensor([p for c in first for p in c.logprobs])
+    for together in (1, 5, len(first)):
+        assert torch.equal(scored(decoder, kernels, first, together), rollout), together
+
+
+def test_preemption_changes_no_bit(kernels: Any) -> None:
+    from lockstep.bench.random_model import random_decoder
+
+    spec = replace(PRESETS["qwen3-0.6b"], num_layers=2)
+    decoder = random_decoder(spec, fp8_flow(kv_fp8=True), kernels, torch.device("cuda"))
+    draw = random.Random(3)
+    asked = [
+        Request(tuple(draw.randrange(1000) for _ in range(60)), i, 1, SamplingParams(300)) for i in range(12)
+    ]
+    roomy = engine(decoder, 12, 12 * 512).generate(asked, seed=2, step=0, expected_version=1)
+    tight = engine(decoder, 12, 2000)
+    assert by_sample(tight.generate(asked, seed=2, step=0, expected_version=1)) == by_sample(roomy)
+    assert tight.preemptions > 0
+
+
+def test_a_row_stops_at_its_stop_token_and_at_its_limit(kernels: Any) -> None:
+    from lockstep.bench.random_model import random_decoder
+
+    spec = replace(PRESETS["qwen3-0.6b"], num_layers=2)
+    decoder = random_decoder(spec, fp8_flow(kv_fp8=True), kernels, torch.device("cuda"))
+    free = engine(decoder, 4, 4096).generate(
+        [Request((1, 2, 3), 0, 4, SamplingParams(50))], seed=5, step=0, expected_version=1
+    )
+    stop = free[0].token_ids[20]
+    at = free[0].token_ids.index(stop)
+    params = SamplingParams(50, stop_token_ids=frozenset({stop}))
+    stopped = engine(decoder, 4, 4096).generate(
+        [Request((1, 2, 3), 0, 4, params)], seed=5, step=0, expected_version=1
+    )
+    assert stopped[0].token_ids == free[0].token_ids[: at + 1]
+    assert stopped[0].logprobs == free[0].logprobs[: at + 1]
+    assert stopped[0].finish_reason == "stop"
+    assert all(c.finish_reason == ("stop" if stop in c.token_ids else "length") for c in stopped)
