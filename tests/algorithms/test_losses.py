@@ -147,7 +147,9 @@ def test_micro_batches_add_up_to_the_mini_batch(name: AlgorithmName) -> None:
     assert set(merged) == set(whole.metrics)
     for key, metric in whole.metrics.items():
         assert merged[key].result() == pytest.approx(metric.result(), rel=1e-12)
-        assert float(merged[key].weight) == float(metric.weight) and (metric.weight == 17 or metric.how == "share")
+        assert float(merged[key].weight) == float(metric.weight) and (
+            metric.weight == 17 or metric.how == "share"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -23,7 +23,7 @@ KEEP = torch.tensor([1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1], dtype=torch.bool)
 
 
 @pytest.mark.parametrize("name", get_args(AlgorithmName))
-def test_case_42_a_masked_token_leaves_no_trace(name: AlgorithmName) -> None:
+def test_a_masked_token_leaves_no_trace_case_42(name: AlgorithmName) -> None:
     """Loss, gradient and metrics are those of the batch without it; in GSPO the sequence ratio is of the kept tokens."""
     generator = torch.Generator().manual_seed(0)
     recipe = resolve(

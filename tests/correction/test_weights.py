@@ -157,7 +157,7 @@ def test_a_cut_into_micro_batches_changes_no_bit(batch: Batch, correction: Corre
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(BATCHES, corrections())
-def test_case_42_masks_and_denominators_are_consistent(batch: Batch, correction: Correction) -> None:
+def test_masks_and_denominators_are_consistent_case_42(batch: Batch, correction: Correction) -> None:
     """A token that doesn't count has weight 0; a rejected sequence has no counted token, a kept one has some; and a masked
     token counts only where that is asked for."""
     found = run(batch, correction)
@@ -240,7 +240,7 @@ def test_a_threshold_itself_is_kept() -> None:
     assert run(batch_of([[0.0, 0.1], [0.0]]), exact).keep_N.tolist() == [True, False, True]
 
 
-def test_case_38_the_length_trap_warns_where_the_sequence_ratio_is_used() -> None:
+def test_the_length_trap_warns_where_the_sequence_ratio_is_used_case_38() -> None:
     """Honest noise of 0.02: harmless over 100 tokens, a factor of 6 over 8,192 (FACTS: a third of sequences exceed 2)."""
     generator = torch.Generator().manual_seed(0)
 

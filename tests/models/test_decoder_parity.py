@@ -57,7 +57,8 @@ def in_memory(spec: ModelSpec, weights: dict[str, Tensor]) -> dict[str, Tensor]:
             prefix = f"model.layers.{layer}.mlp.experts."
             names = [f"{prefix}{i}." for i in range(spec.moe.num_experts)]
             gate, up, down = (
-                torch.stack([weights[f"{n}{part}_proj.weight"] for n in names]) for part in ("gate", "up", "down")
+                torch.stack([weights[f"{n}{part}_proj.weight"] for n in names])
+                for part in ("gate", "up", "down")
             )
             out[prefix + "gate_up_proj"] = torch.cat([gate, up], 1)
             out[prefix + "down_proj"] = down

@@ -154,7 +154,10 @@ def test_absent_fields_mean_what_transformers_assumes() -> None:
     sparse = {**qwen, "model_type": "qwen3_moe", **counts}
     spec, config = ModelSpec.from_hf(sparse), AutoConfig.for_model(**sparse)
     assert spec.moe is not None and spec.head_dim == 64 // 4
-    assert spec.moe.norm_topk_prob == config.norm_topk_prob and spec.moe.sparse_step == config.decoder_sparse_step
+    assert (
+        spec.moe.norm_topk_prob == config.norm_topk_prob
+        and spec.moe.sparse_step == config.decoder_sparse_step
+    )
     assert list(spec.moe.dense_layers) == config.mlp_only_layers
     written = {**{k: v for k, v in sparse.items() if k != "num_experts"}, "num_local_experts": 4}
     assert ModelSpec.from_hf(written) == spec

@@ -91,7 +91,9 @@ def test_initial_values() -> None:
 
 
 def test_experts(tmp_path: Path) -> None:
-    spec = make_tiny(tmp_path / "m", family="qwen3_moe", experts=5, experts_per_token=3, expert_intermediate=40)
+    spec = make_tiny(
+        tmp_path / "m", family="qwen3_moe", experts=5, experts_per_token=3, expert_intermediate=40
+    )
     assert spec.moe is not None and (spec.moe.num_experts, spec.moe.experts_per_token) == (5, 3)
     names = [name for name, _ in load_tensors(tmp_path / "m", spec) if ".mlp." in name]
     assert len(names) == 2 * (1 + 5 * 3)

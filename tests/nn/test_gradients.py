@@ -86,7 +86,9 @@ class Plain:
         assert moe is not None and moe.norm_topk_prob
         scores = F.linear(x, self.weights[name + ".gate.weight"]).softmax(-1)
         best = scores.topk(moe.experts_per_token)
-        weight = torch.zeros_like(scores).scatter(1, best.indices, best.values / best.values.sum(1, keepdim=True))
+        weight = torch.zeros_like(scores).scatter(
+            1, best.indices, best.values / best.values.sum(1, keepdim=True)
+        )
         outputs = [self.mlp(x, f"{name}.experts.{i}") for i in range(moe.num_experts)]
         return sum(weight[:, i, None] * y for i, y in enumerate(outputs))
 

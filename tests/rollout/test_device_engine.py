@@ -21,7 +21,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-REQUESTS = [(5, 4, 40), (64, 3, 60), (300, 2, 100), (777, 1, 50), (1500, 2, 64), (63, 4, 33), (2040, 2, 40), (1, 3, 20)]
+REQUESTS = [
+    (5, 4, 40),
+    (64, 3, 60),
+    (300, 2, 100),
+    (777, 1, 50),
+    (1500, 2, 64),
+    (63, 4, 33),
+    (2040, 2, 40),
+    (1, 3, 20),
+]
 """(prompt tokens, samples, new tokens): around pages of 64 and chunks of 2048 keys."""
 
 
@@ -101,7 +110,9 @@ def by_sample(completions: list[Completion]) -> list[tuple[Any, ...]]:
     return [(c.token_ids, c.logprobs) for c in ordered]
 
 
-@pytest.mark.parametrize("flow", [fp8_flow(kv_fp8=True), fp8_flow(), bf16_flow()], ids=["fp8+kv8", "fp8", "bf16"])
+@pytest.mark.parametrize(
+    "flow", [fp8_flow(kv_fp8=True), fp8_flow(), bf16_flow()], ids=["fp8+kv8", "fp8", "bf16"]
+)
 @pytest.mark.parametrize("preset, layers", [("qwen3-8b", 2), ("qwen2.5-7b", 2), ("smollm2-135m", 4)])
 def test_schedules_graphs_and_training_forward_agree_case_51(
     preset: str, layers: int, flow: Flow, kernels: Any

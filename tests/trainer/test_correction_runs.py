@@ -75,27 +75,24 @@ def test_every_preset_runs(make_spec: MakeSpec, train: Train, name: Any) -> None
         assert any(m["policy/ratio_max"] > 1 for m in metrics)
 
 
-SEVERAL = UpdateSpec(1, mini_batches=2, epochs=2)
-
-
 @pytest.mark.parametrize(
-    ("name", "update"),
+    ("update", "names"),
     [
-        *((n, UpdateSpec(1)) for n in PRESETS if n != "none"),
-        ("token_tis", SEVERAL),
-        ("ais", SEVERAL),
-        ("icepop", SEVERAL),
+        (UpdateSpec(1), [n for n in PRESETS if n != "none"]),
+        (UpdateSpec(1, mini_batches=2, epochs=2), ["token_tis", "ais", "icepop"]),
     ],
-    ids=str,
+    ids=["one step", "several"],
 )
 def test_correcting_nothing_changes_nothing(
-    make_spec: MakeSpec, train: Train, name: Any, update: UpdateSpec
+    make_spec: MakeSpec, train: Train, update: UpdateSpec, names: list[Any]
 ) -> None:
     """In a unified flow every weight is exactly 1 and nobody is rejected: the bits are those of a run without."""
-    one, _ = train(make_spec("fp8", update=update))
-    two, metrics = train(make_spec("fp8", name="corrected", update=update, correction=CorrectionSpec(name)))
-    assert one.digest == two.digest
-    assert all(m.get("rollout_corr/rejected_fraction", 0.0) == 0.0 for m in metrics)
+    plain, _ = train(make_spec("fp8", update=update))
+    for name in names:
+        spec = make_spec("fp8", name=name, update=update, correction=CorrectionSpec(name))
+        corrected, metrics = train(spec)
+        assert corrected.digest == plain.digest, name
+        assert metrics[0].get("rollout_corr/rejected_fraction", 0.0) == 0.0
 
 
 def test_a_correction_changes_what_is_learnt(make_spec: MakeSpec, train: Train) -> None:
@@ -161,7 +158,7 @@ def test_the_old_policy_costs_a_pass_only_where_it_must(
 
 @pytest.mark.parametrize("name", ["token_tis", "sequence_tis", "geometric_token_tis", "ais"])
 @pytest.mark.parametrize("update", [UpdateSpec(1), UpdateSpec(1, epochs=2)], ids=["one step", "two epochs"])
-def test_case_39_ratio_and_weight_are_taken_against_the_old_policy(
+def test_ratio_and_weight_are_taken_against_the_old_policy_case_39(
     make_spec: MakeSpec, open_trainer: OpenTrainer, name: Any, update: UpdateSpec
 ) -> None:
     """What the loss gets, mini-batch after mini-batch, is the policy from before the first optimizer step, with weights from
@@ -194,7 +191,7 @@ def test_case_39_ratio_and_weight_are_taken_against_the_old_policy(
 
 
 @pytest.mark.parametrize("which", ["sequence", "geometric", "veto"])
-def test_case_41_a_rejected_sample_moves_no_sibling_and_a_group_of_one_goes(
+def test_a_rejected_sample_moves_no_sibling_and_a_group_of_one_goes_case_41(
     make_spec: MakeSpec, open_trainer: OpenTrainer, monkeypatch: pytest.MonkeyPatch, which: Any
 ) -> None:
     """Sample 1 of group 0 and three samples of group 1 have a broken probability: the advantages of group 0 are those of its
@@ -249,7 +246,7 @@ def precise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("denominator", ["token", "sequence", "constant"])
-def test_case_42_rejected_samples_are_in_no_denominator(
+def test_rejected_samples_are_in_no_denominator_case_42(
     make_spec: MakeSpec, open_trainer: OpenTrainer, monkeypatch: pytest.MonkeyPatch, denominator: Any
 ) -> None:
     """The coefficients of a corrected batch are those of a batch that never had the rejected samples."""
@@ -272,7 +269,7 @@ def test_case_42_rejected_samples_are_in_no_denominator(
 
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("denominator", ["token", "sequence", "constant"])
-def test_case_42_masked_tokens_and_the_denominator(
+def test_masked_tokens_and_the_denominator_case_42(
     make_spec: MakeSpec, open_trainer: OpenTrainer, denominator: Any, counted: bool
 ) -> None:
     """Both policies, against coefficients written out: a masked token leaves the denominator, or stays in it with weight 0."""
@@ -320,7 +317,7 @@ def test_case_42_masked_tokens_and_the_denominator(
         ("gspo", "ais"),
     ],
 )
-def test_case_42_cutting_a_corrected_batch_changes_nothing(
+def test_cutting_a_corrected_batch_changes_nothing_case_42(
     make_spec: MakeSpec, open_trainer: OpenTrainer, monkeypatch: pytest.MonkeyPatch, algorithm: Any, name: Any
 ) -> None:
     precise(monkeypatch)
@@ -352,7 +349,7 @@ def test_everything_rejected_moves_nothing(make_spec: MakeSpec, train: Train, th
         assert (m["sync/changed_codes_pct"] > 0) is moved
 
 
-def test_case_38_the_run_says_once_that_it_is_in_the_length_trap(
+def test_the_run_says_once_that_it_is_in_the_length_trap_case_38(
     make_spec: MakeSpec, open_trainer: OpenTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = {(g, i) for g in range(9) for i in range(4)}
@@ -438,37 +435,28 @@ def test_dynamic_sampling_after_rejection(
 def test_calibrated_clipping_moves_the_bounds_and_survives_a_resume(
     make_spec: MakeSpec, train: Train, outcome: Callable[[Path], dict[str, Any]]
 ) -> None:
-    algorithm = AlgorithmSpec("grpo", clip_low=0.02, clip_high=0.02, clip_calibration_every=2)
     common = {
-        "algorithm": algorithm,
+        "algorithm": AlgorithmSpec("grpo", clip_low=0.02, clip_high=0.02, clip_calibration_every=2),
         "checkpoint": CheckpointSpec(every=2, keep=9),
         "optim": OptimSpec(lr=5e-3),
         "rollout": RolloutSpec(6, 8, 6),
     }
-    whole = make_spec("fp8", name="whole", update=UpdateSpec(4, mini_batches=3), **common)
+    whole = make_spec("fp8", name="whole", update=UpdateSpec(3, mini_batches=3), **common)
     result, metrics = train(whole)
     low, high = ([m[f"policy/clip_bound_{side}"] for m in metrics] for side in ("low", "high"))
-    assert low[0] == pytest.approx(0.98) and high[0] == pytest.approx(1.02), (
-        "nominal before the first measurement"
-    )
-    assert low[1] == low[2] and high[1] == high[2], "measured every second step"
-    assert low[1] != low[0] or high[1] != high[0]
+    assert (low[0], high[0]) == pytest.approx((0.98, 1.02)), "nominal before the first measurement"
+    assert (low[1], high[1]) == (low[2], high[2]) != (low[0], high[0]), "measured every second step"
     assert all(0 < x <= 1 for x in low) and all(x >= 1 for x in high)
-    plain = replace(algorithm, clip_calibration_every=0)
-    other, _ = train(
-        make_spec("fp8", name="plain", update=UpdateSpec(4, mini_batches=3), **common | {"algorithm": plain})
-    )
-    assert other.digest != result.digest
     cut = make_spec("fp8", name="cut", update=UpdateSpec(2, mini_batches=3), **common)
     train(cut)
-    resumed, _ = train(replace(cut, update=UpdateSpec(4, mini_batches=3)))
+    resumed, _ = train(replace(cut, update=UpdateSpec(3, mini_batches=3)))
     assert resumed.digest == result.digest
     assert outcome(Path(cut.run_dir)) == outcome(Path(whole.run_dir))
 
 
 def test_calibrated_clipping_of_a_bypassed_ratio(make_spec: MakeSpec, train: Train) -> None:
     """With one optimizer step everything beyond the clip is mismatch: from the second step on, fewer tokens are clipped."""
-    rollout = RolloutSpec(6, 8, 6)
+    rollout = RolloutSpec(4, 8, 6)
     common: dict[str, Any] = {
         "rollout": rollout,
         "correction": CorrectionSpec("bypass"),

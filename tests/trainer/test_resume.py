@@ -61,7 +61,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "algorithm": AlgorithmSpec("dapo"),
         "eval": EVAL,
     },
-    "split, corrected": {"flow": FlowSpec("fp8-rollout", "fp8"), "correction": CorrectionSpec("geometric_token_tis", rollout_rs_threshold=1.05)},
+    "split, corrected": {
+        "flow": FlowSpec("fp8-rollout", "fp8"),
+        "correction": CorrectionSpec("geometric_token_tis", rollout_rs_threshold=1.05),
+    },
 }
 
 

@@ -88,7 +88,9 @@ class AlgorithmSpec:
         if not (math.isfinite(self.advantage_eps) and self.advantage_eps > 0):
             raise ValueError(f"advantage_eps must be finite and positive, not {self.advantage_eps}")
         if self.clip_calibration_every < 0:
-            raise ValueError(f"clip_calibration_every must not be negative, not {self.clip_calibration_every}")
+            raise ValueError(
+                f"clip_calibration_every must not be negative, not {self.clip_calibration_every}"
+            )
         if self.clip_calibration_every and _BASE[self.name].loss != "clip":
             raise ValueError(
                 f"{self.name} doesn't clip the token's ratio, so clip_calibration_every would have no effect: set it to 0"

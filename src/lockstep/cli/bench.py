@@ -100,7 +100,8 @@ def rollout(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion.")] = 1024,
     flows: Annotated[str, typer.Option(metavar="LIST", help="Of fp8+kv8, fp8, bf16.")] = "fp8+kv8,bf16",
     vllm: Annotated[
-        bool, typer.Option("--vllm", help="Run vLLM beside it, in a process of its own; it must be importable.")
+        bool,
+        typer.Option("--vllm", help="Run vLLM beside it, in a process of its own; it must be importable."),
     ] = False,
     out: Out = None,
     goals: Goals = False,

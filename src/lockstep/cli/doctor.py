@@ -24,7 +24,8 @@ def doctor(
         ),
     ] = "",
     model: Annotated[
-        str, typer.Option(metavar="NAME", help="Model shape for the verdict on FP8, where there is a Hopper GPU.")
+        str,
+        typer.Option(metavar="NAME", help="Model shape for the verdict on FP8, where there is a Hopper GPU."),
     ] = "qwen3-8b",
 ) -> None:
     """Print versions, processors and the kernels that would be used, test them, and say whether FP8 is worth it here; or what a

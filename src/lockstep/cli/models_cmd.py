@@ -43,7 +43,9 @@ def tiny(
     intermediate: Annotated[int, typer.Option(help="Width of the gated MLP.")] = 128,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     family: Annotated[str, typer.Option(help="llama, qwen2, qwen3 or qwen3_moe.")] = "llama",
-    experts: Annotated[int | None, typer.Option(help="Experts of a qwen3_moe (8).", show_default=False)] = None,
+    experts: Annotated[
+        int | None, typer.Option(help="Experts of a qwen3_moe (8).", show_default=False)
+    ] = None,
     experts_per_token: Annotated[
         int | None, typer.Option(help="Experts that compute a token (2).", show_default=False)
     ] = None,

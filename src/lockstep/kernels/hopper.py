@@ -114,10 +114,12 @@ class HopperKernels(ReferenceKernels):
         return x_TK
 
     def linear(self, x_TK: Rows, weight: PackedWeight) -> Tensor:
-        """x w^T, rounded once to BF16, [T, N]."""
-        if not isinstance(x_TK, Quantized):
-            assert weight.plain is not None, "BF16 rows meet BF16 weights"
-            return gemm.bf16_matmul(x_TK, weight.plain)
+        """x w^T, rounded once to BF16, [T, N]. Where only one operand has codes (probes), their values are rounded to BF16."""
+        if not isinstance(x_TK, Quantized) or weight.codes is None:
+            x = x_TK.dequantize().bfloat16() if isinstance(x_TK, Quantized) else x_TK
+            plain = weight.plain if weight.codes is None else weight.codes.dequantize().bfloat16()
+            assert plain is not None
+            return gemm.bf16_matmul(x, plain)
         w = weight.codes
         assert w is not None
         if weight.library_scale is not None and self._proven(w, weight.library_scale):
@@ -145,9 +147,7 @@ class HopperKernels(ReferenceKernels):
             same = True
             for count in PROOF_ROWS:
                 for first in {0, PROOF_ROWS[-1] - count}:
-                    some = Quantized(
-                        *rows.quantize_rows(x[first : first + count], pow2=False), (1, BLOCK)
-                    )
+                    some = Quantized(*rows.quantize_rows(x[first : first + count], pow2=False), (1, BLOCK))
                     same &= torch.equal(_scaled_mm(some, w, scale), expected[first : first + count])
             self._library[w.shape] = same
         return self._library[w.shape]
@@ -162,7 +162,9 @@ class HopperKernels(ReferenceKernels):
         if key not in self._narrow:
             generator = torch.Generator(w.codes.device).manual_seed(size)
             x = torch.randn(size, w.shape[1], generator=generator, device=w.codes.device).bfloat16()
-            some = {n: Quantized(*rows.quantize_rows(x[:n], pow2=False), (1, BLOCK)) for n in (1, size - 3, size)}
+            some = {
+                n: Quantized(*rows.quantize_rows(x[:n], pow2=False), (1, BLOCK)) for n in (1, size - 3, size)
+            }
             expected = _scaled_mm(some[size], w, scale)
 
             def narrow(x: Quantized, form: dict[str, int]) -> Tensor:
@@ -194,9 +196,7 @@ class HopperKernels(ReferenceKernels):
     ) -> tuple[Tensor, Rows]:
         """(h + delta, its norm as the next product takes it)."""
         pow2 = operand is not None and operand.scale == "pow2"
-        total, out = norm.rms_norm(
-            h_TK, weight_K, eps, delta_TK=delta_TK, fp8=operand is not None, pow2=pow2
-        )
+        total, out = norm.rms_norm(h_TK, weight_K, eps, delta_TK=delta_TK, fp8=operand is not None, pow2=pow2)
         return total, out if isinstance(out, Tensor) else Quantized(*out, (1, BLOCK))
 
     def swiglu(self, gate_TN: Tensor, up_TN: Tensor) -> Tensor:
@@ -288,9 +288,7 @@ def packed_index(runs: Sequence[Run], group: int, device: torch.device | None) -
     prefill = attention.PrefillIndex(
         torch.tensor(tiles, dtype=torch.int32).to(device), torch.cat(tables).to(device), longest, block
     )
-    return PackedIndex(
-        prefill, rows_W.to(device), torch.cat(slots).to(device), page, tuple(runs), group
-    )
+    return PackedIndex(prefill, rows_W.to(device), torch.cat(slots).to(device), page, tuple(runs), group)
 
 
 def packed_pages(

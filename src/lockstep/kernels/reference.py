@@ -184,9 +184,7 @@ class ReferenceKernels:
         form: AttentionForm = PLAIN,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `reference_attention.attention_backward`."""
-        return attention_backward(
-            grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH, index, form, self.sum_type
-        )
+        return attention_backward(grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH, index, form, self.sum_type)
 
     # Output head ----------------------------------------------------------------------------------------------
 

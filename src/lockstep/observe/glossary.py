@@ -47,8 +47,12 @@ _COMPLETIONS = {
     ),
     "completions/clipped_ratio": _m("Completions cut off at the length limit.", "share"),
     "completions/trained_ratio": _m("Completion tokens that the loss mask leaves to train.", "share"),
-    "rollout/kept_mass_mean": _m("Mean mass that top-p, top-k and min-p kept of a token's distribution.", "share"),
-    "rollout/kept_mass_min": _m("Least mass that top-p, top-k and min-p kept of a token's distribution.", "share"),
+    "rollout/kept_mass_mean": _m(
+        "Mean mass that top-p, top-k and min-p kept of a token's distribution.", "share"
+    ),
+    "rollout/kept_mass_min": _m(
+        "Least mass that top-p, top-k and min-p kept of a token's distribution.", "share"
+    ),
     "num_tokens": _m("Prompt and completion tokens of all kept samples since the run began.", "tokens"),
 }
 _EVAL = {
@@ -63,11 +67,13 @@ _EVAL = {
 }
 _MOE = {
     "moe/load_max_over_mean": _m(
-        "Rows of a layer's busiest expert over the mean of its experts in the training forward, averaged over layers.", "ratio"
+        "Rows of a layer's busiest expert over the mean of its experts in the training forward, averaged over layers.",
+        "ratio",
     ),
     "moe/idle_experts": _m("Experts that no row of the training forward went to, over all layers.", "share"),
     "moe/overruled_routes": _m(
-        "Choices of experts (a row in a layer) replayed from the rollout that the trainer's router would not have made.", "share"
+        "Choices of experts (a row in a layer) replayed from the rollout that the trainer's router would not have made.",
+        "share",
     ),
 }
 _MISMATCH = {
@@ -117,7 +123,9 @@ _MISMATCH = {
     "gen_kl_error": _m("NeMo RL's name for mismatch/kl_k3.", "nats"),
     "policy_kl_error": _m("KL(trainer, rollout) by k3 over the rollout's tokens (NeMo RL's name).", "nats"),
     "js_divergence_error": _m("Jensen-Shannon divergence of trainer and rollout (NeMo RL's name).", "nats"),
-    "sampling_importance_ratio": _m("Mean of trainer's over rollout's probability (NeMo RL's name).", "ratio"),
+    "sampling_importance_ratio": _m(
+        "Mean of trainer's over rollout's probability (NeMo RL's name).", "ratio"
+    ),
     "sampling/sampling_logp_difference/mean": _m("TRL's name for mismatch/mean_abs_dlogp.", "nats"),
     "sampling/sampling_logp_difference/max": _m("TRL's name for mismatch/max_abs_dlogp.", "nats"),
 }
@@ -171,15 +179,18 @@ _CORRECTION = {
         "Mean weight that all weights were divided by (rollout_is_batch_normalize).", "ratio"
     ),
     "rollout_corr/rollout_is_strength": _m(
-        "Strength of the weights under ess_target: 1 leaves them as they are, towards 0 all become 1.", "share"
+        "Strength of the weights under ess_target: 1 leaves them as they are, towards 0 all become 1.",
+        "share",
     ),
     "rollout_corr/rollout_is_veto_fraction": _m("Sequences thrown out for one catastrophic token.", "share"),
     "rollout_corr/rollout_is_catastrophic_token_fraction": _m("Tokens below the veto threshold.", "share"),
     "rollout_corr/rejected_fraction": _m(
-        "Sequences rejected as a whole, of those that were sampled: by veto, by rejection, or with no token left.", "share"
+        "Sequences rejected as a whole, of those that were sampled: by veto, by rejection, or with no token left.",
+        "share",
     ),
     "rollout_corr/length_trap": _m(
-        "Factor by which ratios of whole sequences stray from 1, by their length and the mismatch of tokens.", "ratio"
+        "Factor by which ratios of whole sequences stray from 1, by their length and the mismatch of tokens.",
+        "ratio",
     ),
     "rollout_corr/rollout_rs_masked_fraction": _m("Tokens masked by rejection.", "share"),
     "rollout_corr/rollout_rs_seq_masked_fraction": _m(
@@ -198,10 +209,12 @@ _POLICY = {
     "policy/clip_fraction_low": _m("Tokens clipped at the lower bound.", "share"),
     "policy/clip_fraction_high": _m("Tokens clipped at the upper bound.", "share"),
     "policy/clip_fraction_positive_advantage": _m(
-        "Of the tokens with a positive advantage, those clipped at either bound; 0 when there are none.", "share"
+        "Of the tokens with a positive advantage, those clipped at either bound; 0 when there are none.",
+        "share",
     ),
     "policy/clip_fraction_negative_advantage": _m(
-        "Of the tokens with a negative advantage, those clipped at either bound; 0 when there are none.", "share"
+        "Of the tokens with a negative advantage, those clipped at either bound; 0 when there are none.",
+        "share",
     ),
     "clip_ratio/low_mean": _m("TRL's name for policy/clip_fraction_low.", "share"),
     "clip_ratio/high_mean": _m("TRL's name for policy/clip_fraction_high.", "share"),
@@ -209,7 +222,8 @@ _POLICY = {
 }
 _CONTROLLER = {
     "controller/action": _m(
-        "What the controller did: 0 nothing, 1 tighten, 2 recalibrate, 3 keep layers, 4 republish, 5 stop.", "code"
+        "What the controller did: 0 nothing, 1 tighten, 2 recalibrate, 3 keep layers, 4 republish, 5 stop.",
+        "code",
     ),
     "controller/out_of_band": _m("Steps in a row out of band since the last action.", "count"),
     "controller/band": _m("Largest mismatch/mean_abs_dlogp that is in band.", "nats"),
@@ -223,10 +237,12 @@ _SYNC = {
 }
 _KV = {
     "kv/saturation_pct": _m(
-        "Keys and values of the step's training forwards beyond the range of the FP8 scales their samples were drawn with.", "%"
+        "Keys and values of the step's training forwards beyond the range of the FP8 scales their samples were drawn with.",
+        "%",
     ),
     "kv/scale_drift": _m(
-        "Largest relative difference between the maximum that a KV scale was made from and the one it should cover now.", "ratio"
+        "Largest relative difference between the maximum that a KV scale was made from and the one it should cover now.",
+        "ratio",
     ),
     "kv/scale_version": _m("Version of the KV scales published at the end of the step.", "count"),
 }

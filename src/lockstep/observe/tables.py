@@ -167,7 +167,7 @@ def controller_table(orders: Sequence[Mapping[str, Any]]) -> str:
     heads = ("step", "action", "reason", "what was done")
     head = "".join(f'<th scope="col">{h}</th>' for h in heads)
     rows = "".join(
-        f"<tr><td>{escape(shown(o.get('step')))}</td><td style=\"white-space:nowrap\">{escape(shown(o.get('action')))}</td>"
+        f'<tr><td>{escape(shown(o.get("step")))}</td><td style="white-space:nowrap">{escape(shown(o.get("action")))}</td>'
         f"<td>{escape(shown(o.get('reason')))}</td><td>{escape(shown(o.get('done')))}</td></tr>"
         for o in list(orders)[-RECEIPTS:]
     )

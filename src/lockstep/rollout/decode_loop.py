@@ -85,7 +85,9 @@ class DecodeLoop:
         scheduler = self.scheduler
         while scheduler.waiting and len(scheduler.running) < self.state.rows:
             work = scheduler.schedule()
-            for item, hidden in zip(work, self.runner.forward(work, self.scales) if work else [], strict=True):
+            for item, hidden in zip(
+                work, self.runner.forward(work, self.scales) if work else [], strict=True
+            ):
                 if item.sequence.computed == len(item.sequence.tokens):
                     item.sequence.hidden = hidden
                     if item.sequence.fresh:

@@ -56,9 +56,7 @@ class DecodeState:
         self.token, self.position = numbers(torch.int64, rows), numbers(torch.int64, rows)
         self.drawn, self.limit = numbers(torch.int64, rows), numbers(torch.int64, rows)
         self.noise = numbers(torch.int64, rows)
-        self.temperature, self.score_temperature = (
-            numbers(torch.float32, rows, fill=1.0) for _ in range(2)
-        )
+        self.temperature, self.score_temperature = (numbers(torch.float32, rows, fill=1.0) for _ in range(2))
         self.stops = numbers(torch.int64, rows, MAX_STOPS, fill=-1)
         self.alive = numbers(torch.int32, rows)
         self.table = numbers(torch.int32, rows, self.pages)
@@ -87,7 +85,10 @@ class DecodeState:
         signature = tuple(
             tensor.data_ptr()
             for _, module in self.decoder.working()
-            for tensor in (module.working.plain, None if module.working.codes is None else module.working.codes.codes)
+            for tensor in (
+                module.working.plain,
+                None if module.working.codes is None else module.working.codes.codes,
+            )
             if tensor is not None
         )
         if signature != self._signature:

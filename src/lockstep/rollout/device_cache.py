@@ -28,7 +28,9 @@ class DeviceCache(PagedCache):
         """See `PagedCache.storage`."""
         dtype = E4M3 if flow.kv_fp8 else flow.activation
         lead = (spec.num_layers, self.num_pages + 1, spec.num_kv_heads)
-        k = torch.zeros(*lead, PAGE, spec.head_dim, dtype=torch.uint8 if flow.kv_fp8 else dtype, device=device)
+        k = torch.zeros(
+            *lead, PAGE, spec.head_dim, dtype=torch.uint8 if flow.kv_fp8 else dtype, device=device
+        )
         v = torch.zeros(*lead, spec.head_dim, PAGE, dtype=k.dtype, device=device)
         return k.view(dtype), v.view(dtype)
 

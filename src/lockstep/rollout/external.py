@@ -157,7 +157,9 @@ def _routes(record: list[Any]) -> torch.Tensor:
     try:
         found = torch.tensor(record)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadSample("field_type", f"routes are no [rows, layers, k] of expert numbers: {error}") from error
+        raise BadSample(
+            "field_type", f"routes are no [rows, layers, k] of expert numbers: {error}"
+        ) from error
     if found.dim() != 3 or found.dtype != torch.int64:
         raise BadSample("field_type", "routes are no [rows, layers, k] of expert numbers")
     return found

@@ -98,7 +98,10 @@ class Runner:
             sequence.computed = end
         tiles.sort(key=lambda t: -t[2])
         index = PrefillIndex(
-            torch.tensor(tiles, dtype=torch.int32).to(device), torch.cat(tables).int().to(device), longest, block
+            torch.tensor(tiles, dtype=torch.int32).to(device),
+            torch.cat(tables).int().to(device),
+            longest,
+            block,
         )
         flag = torch.zeros(1, dtype=torch.int32, device=device)
         slots_T, routes = torch.cat(slots).to(device), Routes()

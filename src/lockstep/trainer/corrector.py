@@ -79,9 +79,7 @@ class Corrector:
                 f"the trainer's log-probabilities of sample {sample.completion.sample_index} of prompt "
                 f"{sample.completion.prompt_index} are not finite: its weights or activations are broken"
             )
-        rollout_N = torch.tensor(
-            sample.completion.trained_logprobs, dtype=torch.float32, device=old_N.device
-        )
+        rollout_N = torch.tensor(sample.completion.trained_logprobs, dtype=torch.float32, device=old_N.device)
         self.records[id(sample)] = TokenRecord(sample, OldLogp(old_N), RolloutLogp(rollout_N))
 
     def reject(self, samples: Sequence[Sample]) -> tuple[list[bool], dict[str, float]]:

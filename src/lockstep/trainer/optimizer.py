@@ -59,7 +59,9 @@ class Optimizer:
         """Clips, steps and clears gradients; skips (and counts) when their norm is not finite."""
         lr = self.learning_rate()
         if any(p.grad is not None for p in self.parameters):
-            for p in self.parameters:  # an expert that got no row: its gradient is zero, and its moments go on
+            for (
+                p
+            ) in self.parameters:  # an expert that got no row: its gradient is zero, and its moments go on
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())

@@ -214,7 +214,9 @@ class RunSpec:
             )
         for name, data in (("eval", self.eval.data), ("warm_start", self.warm_start.data)):
             if data is not None and data.on_bad_sample != "drop":
-                raise ValueError(f"{name}.data.on_bad_sample has no effect: no sample of these data is trained on")
+                raise ValueError(
+                    f"{name}.data.on_bad_sample has no effect: no sample of these data is trained on"
+                )
         if self.update.steps and r.samples_per_prompt < 2:
             raise ValueError(
                 "rollout.samples_per_prompt must be at least 2 in training: an advantage compares samples of a prompt"

@@ -221,7 +221,9 @@ class Updater:
         for i, sample in enumerate(batch):
             by_scales.setdefault(sample.completion.scale_version, []).append(i)
         if len(by_scales) > 1:  # rows of a forward pass share their KV scales
-            parts = [(members, self.pack([batch[i] for i in members], metrics)) for members in by_scales.values()]
+            parts = [
+                (members, self.pack([batch[i] for i in members], metrics)) for members in by_scales.values()
+            ]
             return [[members[i] for i in chosen] for members, bins in parts for chosen in bins]
         groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for i, sample in enumerate(batch):

@@ -47,7 +47,9 @@ def _soft(s, m, factor, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(pointer, R: tl.constexpr, RP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, KV8: tl.constexpr):
+def _load_tile(
+    pointer, R: tl.constexpr, RP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, KV8: tl.constexpr
+):
     """[RP, LP] BF16 of a page's tile of R rows and L columns."""
     if KV8:
         x = load_widened(pointer.to(tl.pointer_type(tl.int32)), RP, L, LP)
@@ -58,7 +60,18 @@ def _load_tile(pointer, R: tl.constexpr, RP: tl.constexpr, L: tl.constexpr, LP: 
 
 
 @triton.jit
-def _store(o, o_ptr, at, inside, scale_ptr, scale_at, heads_in, OUT8: tl.constexpr, POW2: tl.constexpr, AXIS: tl.constexpr):
+def _store(
+    o,
+    o_ptr,
+    at,
+    inside,
+    scale_ptr,
+    scale_at,
+    heads_in,
+    OUT8: tl.constexpr,
+    POW2: tl.constexpr,
+    AXIS: tl.constexpr,
+):
     """Output rounded to BF16, or that as 1x128 codes: a head of size 128 is a group. D runs along AXIS of o."""
     if OUT8:
         y = o.to(tl.bfloat16).to(tl.float32)

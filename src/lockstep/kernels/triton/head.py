@@ -91,7 +91,9 @@ def _splitmix(x):
 
 
 @triton.jit
-def _scores(x_ptr, temperature_ptr, state_ptr, position_ptr, part_ptr, index_ptr, V, segments, SEG: tl.constexpr):
+def _scores(
+    x_ptr, temperature_ptr, state_ptr, position_ptr, part_ptr, index_ptr, V, segments, SEG: tl.constexpr
+):
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = segment * SEG + tl.arange(0, SEG)
     temperature = tl.load(temperature_ptr + row)

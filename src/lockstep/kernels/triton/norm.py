@@ -53,7 +53,13 @@ def _norm(
 
 
 def rms_norm(
-    x_TK: Tensor, weight_K: Tensor, eps: float, *, delta_TK: Tensor | None = None, fp8: bool, pow2: bool = False
+    x_TK: Tensor,
+    weight_K: Tensor,
+    eps: float,
+    *,
+    delta_TK: Tensor | None = None,
+    fp8: bool,
+    pow2: bool = False,
 ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor]]:
     """(x + delta, its norm): the norm as BF16 rows, or as (codes, scale) when `fp8`. All inputs contiguous."""
     rows, columns = x_TK.shape

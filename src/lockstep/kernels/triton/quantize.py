@@ -59,6 +59,16 @@ def quantize_rows(x_TK: Tensor, *, pow2: bool) -> tuple[Tensor, Tensor]:
     step = min(triton.next_power_of_2(groups), 16)
     if rows:
         _quantize_rows[(rows, triton.cdiv(groups, step))](
-            x_TK, codes, scale, columns, x_TK.stride(0), scale.stride(1), groups, step, pow2, num_warps=4, launch_pdl=True
+            x_TK,
+            codes,
+            scale,
+            columns,
+            x_TK.stride(0),
+            scale.stride(1),
+            groups,
+            step,
+            pow2,
+            num_warps=4,
+            launch_pdl=True,
         )
     return codes, scale

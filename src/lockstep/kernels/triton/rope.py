@@ -161,7 +161,19 @@ def rope_and_write(
     kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     q = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     _launch(
-        qkv, q, k_pages, v_pages, table_PD, positions_T, slots_T, kv_heads, norms, eps, scales, flag, paged=True
+        qkv,
+        q,
+        k_pages,
+        v_pages,
+        table_PD,
+        positions_T,
+        slots_T,
+        kv_heads,
+        norms,
+        eps,
+        scales,
+        flag,
+        paged=True,
     )
     return q
 
