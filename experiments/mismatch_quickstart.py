@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [
         Job(arm, seed, out, (*ARMS[arm], *shared)) for seed in range(options.seeds) for arm in options.arms
     ]
-    missing = [job for job in jobs if not job.result.is_file()]
+    missing = [job for job in jobs if not finished(job, options.config)]
     print(f"{len(jobs)} runs, {len(jobs) - len(missing)} finished before", flush=True)
     if missing:
         make_model(options.config, out, shared)
@@ -154,6 +154,16 @@ def make_model(config: str, out: Path, shared: Sequence[str]) -> None:
         raise SystemExit(f"the model could not be made, see {out / 'logs' / 'make-model.log'}")
 
 
+def finished(job: Job, config: str) -> bool:
+    """Whether the run's result is there. SystemExit when it is one of other settings."""
+    if not job.result.is_file():
+        return False
+    found = json.loads(job.result.read_text())
+    if found["overrides"] != list(job.overrides) or found["config"] != Path(config).read_text():
+        raise SystemExit(f"{job.result} is of another configuration or other overrides: give another --out")
+    return True
+
+
 def run(job: Job, config: str) -> bool:
     """One training run, and its result file when it succeeds."""
     begun = time.perf_counter()
@@ -164,12 +174,12 @@ def run(job: Job, config: str) -> bool:
     if code:
         return False
     partial = job.result.with_suffix(".part")
-    partial.write_text(json.dumps(result_of(job), indent=1) + "\n")
+    partial.write_text(json.dumps(result_of(job, config), indent=1) + "\n")
     partial.rename(job.result)
     return True
 
 
-def result_of(job: Job) -> dict[str, Any]:
+def result_of(job: Job, config: str) -> dict[str, Any]:
     """What a finished run has to say, from its metrics.jsonl."""
     lines = (job.run_dir / "metrics.jsonl").read_text().splitlines()
     steps = [m for m in map(json.loads, lines) if m["step"] > 0]
@@ -177,6 +187,7 @@ def result_of(job: Job) -> dict[str, Any]:
         "arm": job.arm,
         "seed": job.seed,
         "overrides": job.overrides,
+        "config": Path(config).read_text(),
         "steps": len(steps),
         "final_reward": mean_of(steps[-LAST_STEPS:], "reward"),
         "mean_abs_dlogp": mean_of(steps, "mismatch/mean_abs_dlogp"),

@@ -1,7 +1,8 @@
 """The training loop, top to bottom: prompts, rollout, rewards, advantages, update, publication, evaluation, checkpoint.
 
-The old log-probabilities are the rollout's own. There is no pass that recomputes them: the first forward of an update
-yields the trainer's, and comparing the two costs nothing. In a unified flow they are equal bit for bit, or the run stops.
+In a unified flow the old log-probabilities are the rollout's own. There is no pass that recomputes them: the first forward of an
+update yields the trainer's, and comparing the two costs nothing; they are equal bit for bit, or the run stops. A split flow
+may be corrected (`corrector.py`): what has to be rejected is known before anything is taken from the others.
 
 Next: `update.py` for the gradient, `../rollout/engine.py` for the samples, `../models/decoder.py` for the model.
 """
@@ -9,6 +10,7 @@ Next: `update.py` for the gradient, `../rollout/engine.py` for the samples, `../
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +139,8 @@ class Trainer:
         rounds = groups = 0
         while groups < wanted and rounds < (MAX_SAMPLING_ROUNDS if self.recipe.dynamic_sampling else 1):
             drawn, metrics_round = self.rollout_and_score(wanted)
-            with self.timer.phase("old_logp"):
+            scoring = self.timer.phase("old_logp") if self.updater.corrector.needs_pass else nullcontext()
+            with scoring:
                 screened, rejected = self.updater.screen(drawn, self.history)
             metrics_round |= rejected
             metrics = add_counts(metrics, metrics_round) if metrics else metrics_round
