@@ -1,10 +1,10 @@
 """One step towards more caution, for whoever watches the mismatch while a run goes on.
 
-    none, veto, bypass -> token_tis -> icepop -> geometric means within 1 +- 0.016 -> halved, through geometric_mis, to 1 +- 0.0002
+    none, veto, bypass -> token_tis -> icepop -> geometric means in 1 +- 0.016 -> halved, by way of geometric_mis, to 1 +- 0.0002
 
 Any weights count as token_tis, any token mask or sequence rejection as icepop. A veto, and the policy for masked tokens, are
-kept on the way up. Geometric rejection begins far wider than the preset: at 1 +- 0.001, which is made for completions of thousands
-of tokens, the quickstart loses 78 % of its samples and learns nothing (docs/mismatch.md). Below 0.0002, the least verl
+kept on the way up. Geometric rejection begins far wider than the preset: at 1 +- 0.001, made for completions of thousands of
+tokens, the quickstart loses 78 % of its samples and learns nothing (docs/mismatch.md). Below 0.0002, the least verl
 recommends, it would throw out everything.
 """
 
