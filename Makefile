@@ -20,7 +20,7 @@ quickstart: $(STAMP)
 	$(BIN)/lockstep train configs/quickstart.yaml $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses 8 $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def tests_by_case() -> dict[int, set[str]]:
+def case_numbers() -> dict[int, set[str]]:
     """Test files by the case numbers in the names of their tests."""
     found: dict[int, set[str]] = defaultdict(set)
     for file in (ROOT / "tests").rglob("test_*.py"):
@@ -24,5 +24,5 @@ def test_the_table_names_every_case_and_every_file_of_its_tests() -> None:
     table = (ROOT / "docs" / "field-failures.md").read_text(encoding="utf-8")
     rows = [line for line in table.splitlines() if re.match(r"\| \d+ \|", line)]
     said = {int(row.split("|")[1]): set(re.findall(r"\(\.\./(tests/[\w/]+\.py)\)", row)) for row in rows}
-    assert said == dict(tests_by_case())
+    assert said == dict(case_numbers())
     assert len(said) >= 44
