@@ -189,7 +189,7 @@ class RunSpec:
     """Seed of sampling, shuffling and initialisation."""
     kernels: Literal["auto", "reference", "exact"] = "auto"
     """Which implementation of every operation both sides use. `reference`: torch, FP32 sums in fixed order; `exact`:
-    FP8 block sums in float64, slower, the definition of every value; `auto`: the fastest that can train here, today `reference`."""
+    FP8 block sums in float64, slower, the definition of every value; `auto`: the fastest that can train here (`reference`)."""
     flow: FlowSpec = field(default_factory=FlowSpec)
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     algorithm: AlgorithmSpec = field(default_factory=AlgorithmSpec)
