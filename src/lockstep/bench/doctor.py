@@ -12,8 +12,9 @@ import torch
 from lockstep.bench.check import Size
 from lockstep.bench.kernels_check import run_checks, summary, verdict
 from lockstep.bench.layer import judge_here
-from lockstep.bench.machine import WORKSPACE, driver, missing, require_hopper, workspace_meaning
+from lockstep.bench.machine import driver, missing, require_hopper, workspace_meaning
 from lockstep.bench.shapes import layer_linears
+from lockstep.kernels.table import WORKSPACE
 
 Say = Callable[[str], None]
 

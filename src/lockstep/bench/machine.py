@@ -22,9 +22,8 @@ import torch
 
 from lockstep import __version__
 from lockstep.errors import UserError
+from lockstep.kernels.table import WORKSPACE
 
-WORKSPACE = "CUBLASLT_WORKSPACE_SIZE"
-"""Environment variable, KiB: scratch memory of cuBLASLt. torch reads it at the first product and never again."""
 COMMIT = "LOCKSTEP_COMMIT"
 """Environment variable that names the commit where the source is no git repository."""
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from lockstep.bench.rollout import Work
 
 QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -47,16 +48,7 @@ def main() -> None:
             disable_log_stats=True,
             seed=0,
         )
-        draw = random.Random(0)
-        vocabulary = job["model"]["vocab_size"]
-        prompts = [
-            {
-                "prompt_token_ids": [
-                    draw.randrange(1000, vocabulary - 1000) for _ in range(work["prompt_tokens"])
-                ]
-            }
-            for _ in range(work["prompts"])
-        ]
+        prompts = [{"prompt_token_ids": ids} for ids in Work(**work).ids(job["model"]["vocab_size"])]
         seconds, tokens = 0.0, 0
         for new_tokens in (16, work["new_tokens"]):
             params = vllm.SamplingParams(

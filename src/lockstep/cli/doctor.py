@@ -46,7 +46,7 @@ def doctor(
     typer.echo("optional     " + (", ".join(present) or "none"))
     if _version("torch"):
         from lockstep.bench.doctor import examine
-        from lockstep.bench.machine import WORKSPACE
+        from lockstep.kernels.table import WORKSPACE
 
         workspace = os.environ.get(WORKSPACE)  # before the kernels that _machine_lines loads set it
         for line in _machine_lines():

@@ -24,12 +24,12 @@ from lockstep.errors import ConfigError
 from lockstep.kernels.attention_form import PLAIN, AttentionForm
 from lockstep.kernels.attention_index import Run
 from lockstep.kernels.reference import PackedWeight, ReferenceKernels
+from lockstep.kernels.table import WORKSPACE
 from lockstep.kernels.triton import attention, gemm, head, narrow_gemm, norm, rope, swiglu
 from lockstep.kernels.triton import quantize as rows
 from lockstep.numerics.formats import BLOCK, E4M3, Operand
 from lockstep.numerics.quantize import Quantized
 
-WORKSPACE = "CUBLASLT_WORKSPACE_SIZE"
 PROOF_ROWS = (4, 8, 16, 32, 64, 96, 128, 256, 512, 1024)
 FEW_ROWS = (16, 32, 64, 128)
 """Classes of few rows for which the faster of library and narrow kernel is found by timing; the bits are the same."""
@@ -67,7 +67,6 @@ class HopperKernels(ReferenceKernels):
             )
         self._library: dict[tuple[int, int], bool] = {}
         self._narrow: dict[tuple[tuple[int, int], int], dict[str, int] | None] = {}
-        self._ones: dict[int, Tensor] = {}
 
     # Linear layers -------------------------------------------------------------------------------------------
 
@@ -242,10 +241,7 @@ class HopperKernels(ReferenceKernels):
 
     def log_normalizer(self, logits_TV: Tensor) -> Tensor:
         """log sum exp [T] FP32, by the launches that the sampler uses."""
-        count = len(logits_TV)
-        if count not in self._ones:
-            self._ones[count] = torch.ones(count, device=logits_TV.device)
-        return head.log_normalizer(logits_TV, self._ones[count])
+        return head.log_normalizer(logits_TV, torch.ones(len(logits_TV), device=logits_TV.device))
 
 
 def elapsed(run: Callable[[], object], repeats: int = 12) -> float:

@@ -19,6 +19,9 @@ from lockstep.kernels.reference import ReferenceKernels
 Kernels = ReferenceKernels
 """The operations a model calls. Device backends subclass it and override what they have."""
 
+WORKSPACE = "CUBLASLT_WORKSPACE_SIZE"
+"""Environment variable, KiB: scratch memory of cuBLASLt. torch reads it at the first product and never again."""
+
 KernelsName = Literal["auto", "reference", "exact", "hopper"]
 
 

@@ -187,6 +187,11 @@ class ModelSpec:
         """Rows of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def query_group(self) -> int:
+        """Query heads for each KV head."""
+        return self.num_heads // self.num_kv_heads
+
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer has experts in place of the dense MLP."""
         moe = self.moe

@@ -45,7 +45,7 @@ def measure_kv(decoder: Decoder, prompts: Sequence[tuple[int, ...]]) -> KVMaxima
     spec = decoder.spec
     device = next(decoder.parameters()).device
     collector = AmaxCollector(spec.num_layers, spec.num_kv_heads, device)
-    group = spec.num_heads // spec.num_kv_heads
+    group = spec.query_group
     try:
         with torch.no_grad():
             for some in _batches(prompts):

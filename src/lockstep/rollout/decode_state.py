@@ -21,10 +21,7 @@ from lockstep.kernels.triton.attention import CHUNK, DecodeIndex
 from lockstep.models.decoder import Decoder
 from lockstep.nn.device_context import DevicePages
 from lockstep.nn.kv_scales import KVScales
-from lockstep.rollout.device_cache import DeviceCache
-
-MAX_STOPS = 8
-"""Stop tokens of a row that the device looks for."""
+from lockstep.rollout.device_cache import MAX_STOPS, DeviceCache
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from lockstep.numerics.formats import E4M3
 from lockstep.rollout.cache import PagedCache
 
 PAGE = 64
+MAX_STOPS = 8
+"""Stop tokens of a row that the device looks for."""
 
 
 class DeviceCache(PagedCache):

@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError, ContractError
 from lockstep.models.decoder import Decoder
 from lockstep.nn.kv_scales import KVScales
 from lockstep.rollout.cache import PagedCache
-from lockstep.rollout.device_cache import PAGE, DeviceCache
+from lockstep.rollout.device_cache import MAX_STOPS, PAGE, DeviceCache
 from lockstep.rollout.noise import row_keys
 from lockstep.rollout.prefix_cache import PrefixCache, PrefixKey
 from lockstep.rollout.runner import Runner
@@ -150,7 +150,7 @@ class EmbeddedEngine:
         return (
             self.decoder.kernels.fused
             and self.decoder.spec.moe is None
-            and not any(r.params.truncated or len(r.params.stop_token_ids) > 8 for r in requests)
+            and not any(r.params.truncated or len(r.params.stop_token_ids) > MAX_STOPS for r in requests)
         )
 
     def _run_loop(self, scheduler: Scheduler, seed: int, step: int, progress: Progress | None) -> None:

@@ -50,7 +50,7 @@ class Runner:
             slots.append(known[start:])
             sequence.computed = end
         device = self.cache.k.device
-        group = self.decoder.spec.num_heads // self.decoder.spec.num_kv_heads
+        group = self.decoder.spec.query_group
         slots_T, routes = torch.cat(slots).to(device), Routes()
         context = PagedContext(
             torch.cat(positions).to(device),
@@ -74,7 +74,7 @@ class Runner:
         """The same through the fused kernels: tiles of queries over block tables."""
         from lockstep.kernels.triton.attention import PrefillIndex
 
-        device, size = self.cache.k.device, self.cache.page_size
+        device = self.cache.k.device
         most = max(item.count for item in work)
         block = 128 if most > 64 else 64
         ids: list[int] = []
@@ -87,11 +87,9 @@ class Runner:
             pages = sequence.pages[: self.cache.pages_for(end)]
             for at in range(0, item.count, block):
                 tiles.append((len(ids) + at, min(block, item.count - at), start + at, offset))
-            table = torch.tensor(pages, dtype=torch.int64)
-            own = torch.arange(start, end)
-            tables.append(table)
-            positions.append(own)
-            slots.append(table[own // size] * size + own % size)
+            tables.append(torch.tensor(pages, dtype=torch.int32))
+            positions.append(torch.arange(start, end))
+            slots.append(self.cache.slots(pages, end)[start:])
             ids += sequence.tokens[start:end]
             last.append(len(ids) - 1)
             offset, longest = offset + len(pages), max(longest, end)
@@ -99,7 +97,7 @@ class Runner:
         tiles.sort(key=lambda t: -t[2])
         index = PrefillIndex(
             torch.tensor(tiles, dtype=torch.int32).to(device),
-            torch.cat(tables).int().to(device),
+            torch.cat(tables).to(device),
             longest,
             block,
         )

@@ -161,7 +161,7 @@ class FlowAudit:
 
     def __init__(self, name: str, decoder: Decoder, prompts: list[tuple[int, ...]], spec: RunSpec) -> None:
         self.name, self.decoder, self.prompts, self.seed = name, decoder, prompts, spec.seed
-        self.group = decoder.spec.num_heads // decoder.spec.num_kv_heads
+        self.group = decoder.spec.query_group
         self.scales = calibrate(decoder, prompts, spec.flow, 1) if decoder.flow.kv_fp8 else None
         self.params = SamplingParams(NEW_TOKENS, spec.rollout.temperature or 1.0)
         longest = max(len(p) for p in prompts) + NEW_TOKENS

@@ -71,7 +71,7 @@ class Parts:
     @property
     def group(self) -> int:
         """Query heads for each KV head."""
-        return self.model_spec.num_heads // self.model_spec.num_kv_heads
+        return self.model_spec.query_group
 
 
 def make_parts(spec: RunSpec) -> Parts:

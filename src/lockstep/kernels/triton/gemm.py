@@ -20,6 +20,17 @@ from torch import Tensor
 
 
 @triton.jit
+def _tile(M, N, BM: tl.constexpr, BN: tl.constexpr, GM: tl.constexpr):
+    """(row tile, column tile) of this program: bands of GM row tiles, so that neighbours share weights in the L2."""
+    pid = tl.program_id(0)
+    m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    width = GM * n_tiles
+    first = (pid // width) * GM
+    size = tl.minimum(m_tiles - first, GM)
+    return first + (pid % width) % size, (pid % width) // size
+
+
+@triton.jit
 def _fp8(
     x_ptr,
     w_ptr,
@@ -40,13 +51,7 @@ def _fp8(
     EVEN: tl.constexpr,
     SWAP: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    width = GM * n_tiles
-    first = (pid // width) * GM
-    size = tl.minimum(m_tiles - first, GM)
-    pm = first + (pid % width) % size
-    pn = (pid % width) // size
+    pm, pn = _tile(M, N, BM, BN, GM)
     rm, rn, rk = pm * BM + tl.arange(0, BM), pn * BN + tl.arange(0, BN), tl.arange(0, 128)
     x_p = x_ptr + rm[:, None].to(tl.int64) * K + rk[None, :]
     w_p = w_ptr + rn[:, None].to(tl.int64) * K + rk[None, :]
@@ -141,13 +146,7 @@ def _bf16(
     GM: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    width = GM * n_tiles
-    first = (pid // width) * GM
-    size = tl.minimum(m_tiles - first, GM)
-    pm = first + (pid % width) % size
-    pn = (pid % width) // size
+    pm, pn = _tile(M, N, BM, BN, GM)
     rm, rn, rk = pm * BM + tl.arange(0, BM), pn * BN + tl.arange(0, BN), tl.arange(0, BK)
     x_p = x_ptr + rm[:, None].to(tl.int64) * x_m + rk[None, :]
     w_p = w_ptr + rn[:, None].to(tl.int64) * K + rk[None, :]
