@@ -110,6 +110,21 @@ def test_decode_attention_has_two_goals() -> None:
     ]
 
 
+def test_attention_forward_and_gradient_have_a_goal_each() -> None:
+    shape = {"name": "qwen3-8b"}
+    prefill = {"kind": "prefill", "batch": 2, "length": 8192, "shape": shape}
+    backward = {"kind": "backward", "batch": 2, "length": 8192, "pack": "2 x 8192", "shape": shape}
+    records = [
+        prefill | {"kv": "fp8", "ratio": {"cudnn": 0.5}},
+        prefill | {"kv": "bf16", "ratio": {"cudnn": 0.82}},
+        backward | {"kv": "bf16", "ratio": {"deterministic": 0.7, "fastest": 0.97}},
+        backward | {"kv": "fp8", "ratio": {"deterministic": 0.7, "fastest": 0.7}},
+        backward | {"kv": "bf16", "pack": "unequal", "ratio": {}},
+    ]
+    goals = attention.goals(records)
+    assert [(g.id, g.value, g.goal) for g in goals] == [("D8a", 0.82, 0.8), ("D8b", 0.97, 0.9)]
+
+
 def test_one_failed_comparison_fails_the_goal() -> None:
     good = Check("rope", "q", "SQNR dB", 70.0, 60.0)
     bad = Check("swiglu", "N 130", "same bits", 0.9999999, 1.0)

@@ -34,6 +34,7 @@ WALKS = {
         "sync/publish.py",
         "sync/receipt.py",
         "nn/working.py",
+        "kernels/renew.py",
         "numerics/quantize.py",
     ),
 }

@@ -11,6 +11,7 @@ import torch
 from lockstep.errors import ContractError
 from lockstep.nn.kv_scales import KVScales
 from lockstep.nn.linear import Linear
+from lockstep.numerics.fingerprint import fingerprint
 from lockstep.numerics.flow import FlowSpec
 from lockstep.numerics.quantize import quantize
 from lockstep.sync.publish import Publisher
@@ -94,16 +95,18 @@ def test_the_receipt_says_what_the_engine_holds(make_publisher: MakePublisher, f
 
 
 def test_the_digest_is_over_names_codes_scales_and_plain_values(make_publisher: MakePublisher) -> None:
-    publisher = make_publisher(FlowSpec("fp8"))
+    publisher = make_publisher(FlowSpec("fp8"), family="qwen2")
     publisher.publish(1)
     h = hashlib.sha256()
     for name, module in publisher.trainer.working():
         h.update(name.encode())
-        codes = module.working.codes
-        parts = [module.working.plain] if codes is None else [codes.codes, codes.scale]
-        for part in parts:
-            assert part is not None
-            h.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+        codes, bias = module.working.codes, getattr(module, "working_bias", None)
+        main = module.working.plain if codes is None else codes.codes
+        for value, scale in ((main, None if codes is None else codes.scale), (bias, None)):
+            if value is not None:
+                first, second = fingerprint(value, scale)
+                what = str(value.dtype) if scale is None else "codes"
+                h.update(f" {what} {list(value.shape)} {first:016x}{second:016x}\n".encode())
     assert publisher.engine.digest() == h.hexdigest()
 
 

@@ -95,6 +95,7 @@ def make_spec(model_dir: Path, reward_file: Path, tmp_path: Path) -> MakeSpec:
             rewards=(RewardSpec(f"{reward_file}:{reward}"),),
             run_dir=str(tmp_path / name),
             seed=3,
+            kernels="reference",
             flow=flow if isinstance(flow, FlowSpec) else FlowSpec(flow, kv),  # type: ignore[arg-type]
             rollout=RolloutSpec(prompts_per_step=3, samples_per_prompt=4, max_new_tokens=6),
             optim=OptimSpec(lr=2e-3),

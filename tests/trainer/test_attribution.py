@@ -31,8 +31,8 @@ from lockstep.rollout.spec import RolloutSpec
 from lockstep.trainer import setup
 from lockstep.trainer.attribution import Attribution, attribute_layers, attribute_sources, band, open_run
 from lockstep.trainer.attribution import run_attribution as attribute
-from lockstep.trainer.audit import PerTensorActivation
 from lockstep.trainer.checkpoint import Progress, list_checkpoints, load_weights
+from lockstep.trainer.plants import PerTensorActivation
 from lockstep.trainer.probe import LayerwiseKV, Probe, ProbeSpec, mixed_flow
 from lockstep.trainer.spec import CheckpointSpec, ModelSource, RunSpec
 
@@ -209,7 +209,7 @@ def effects_of_head(probe: Probe) -> float:
 def test_a_row_that_depends_on_its_batch_is_found(
     make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "select", lambda name: PerTensorActivation())
+    monkeypatch.setattr(setup, "choose_kernels", lambda *_: PerTensorActivation())
     spec = make_spec("fp8")
     plant(monkeypatch, fp8_flow(), replace(fp8_flow(), wgrad=Gemm(BF16, BF16)))
     found = effects(open_probe(spec))

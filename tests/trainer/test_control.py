@@ -20,9 +20,9 @@ from lockstep.numerics.flow import FlowPair, FlowSpec
 from lockstep.observe.glossary import describe
 from lockstep.rollout.spec import RolloutSpec
 from lockstep.rollout.types import Completion, Request
-from lockstep.trainer.audit import PerTensorActivation
 from lockstep.trainer.control import self_mismatch, use_flows
 from lockstep.trainer.loop import Trainer
+from lockstep.trainer.plants import PerTensorActivation
 from lockstep.trainer.spec import CheckpointSpec, OptimSpec, RunSpec, UpdateSpec
 
 MakeSpec = Callable[..., RunSpec]
@@ -342,7 +342,7 @@ def test_the_floor_is_zero_by_the_row_law_and_more_without_it(
 ) -> None:
     """An activation scale that depends on the batch is what the floor is for."""
     if planted:
-        monkeypatch.setattr("lockstep.trainer.setup.select", lambda _: PerTensorActivation())
+        monkeypatch.setattr("lockstep.trainer.setup.choose_kernels", lambda *_: PerTensorActivation())
     with open_trainer(make_spec("fp8")) as trainer:
         trainer.begin()
         samples, _ = trainer.sample()

@@ -1,4 +1,4 @@
-"""`lockstep bench attention`: prefill against the library's kernels, decode against the card's copy bandwidth.
+"""`lockstep bench attention`: prefill and its gradient against the library's kernels, decode against the card's copy bandwidth.
 
 Prefill does 4 H D operations for every pair of a query and a key that it may see. It is held against torch's
 flash and cuDNN kernels on the same lengths in the same call (BF16 keys; they have no paged cache and obey no row law).
@@ -6,9 +6,10 @@ flash and cuDNN kernels on the same lengths in the same call (BF16 keys; they ha
 Decode reads every key and value once and does little else, so its measure is bandwidth: bytes of keys and values a second as a
 share of a large copy's. Caches are rotated within a CUDA graph like the weights of a product.
 
-Goals: C7a, share of copy bandwidth with FP8 keys and values at 64 sequences of 8,192 tokens; C7b, at 8 of 16,384.
+Goals: C7a, share of copy bandwidth with FP8 keys and values at 64 sequences of 8,192 tokens; C7b, at 8 of 16,384; D8a, the
+forward over cuDNN's at 2 sequences of 8,192 in BF16; D8b, the gradient likewise.
 
-Next: `paged.py`.
+Next: `attention_backward.py`, `paged.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.bench.attention_backward import backward_goals, backward_records
 from lockstep.bench.goals import Goal
 from lockstep.bench.paged import Paged, make_paged, random_queries
 from lockstep.bench.results import rounded
@@ -33,6 +35,7 @@ DECODE = ((64, 1024), (64, 2048), (64, 8192), (256, 1536), (8, 16_384))
 """(sequences, tokens of each)."""
 GOAL_MODEL = "qwen3-8b"
 GOALS = {(64, 8192): ("C7a", 0.85), (8, 16_384): ("C7b", 0.60)}
+FORWARD_GOAL = (2, 8192), 0.8
 Say = Callable[[str], None]
 
 
@@ -45,6 +48,7 @@ def run_attention(
         say(f"{shape.name}: {shape.heads} query heads, {shape.kv_heads} of keys, {shape.head_dim} wide")
         for batch, length in PREFILL:
             records += _prefill_records(shape, batch, length, say)
+        records += backward_records(shape, say)
         for batch, length in DECODE:
             for fp8 in (False, True):
                 records.append(_decode_record(shape, batch, length, fp8, ceilings))
@@ -53,14 +57,18 @@ def run_attention(
 
 
 def goals(records: Sequence[dict[str, Any]]) -> list[Goal]:
-    """C7a and C7b, where the model that they speak of was measured."""
+    """C7a, C7b, D8a and D8b, where the model that they speak of was measured."""
     found = []
     for record in records:
-        goal = GOALS.get((record["batch"], record["length"]))
+        size = (record["batch"], record["length"])
         named = GOAL_MODEL in record["shape"]["name"].split(", ")
+        goal = GOALS.get(size)
         if record["kind"] == "decode" and record["kv"] == "fp8" and goal is not None and named:
             found.append(Goal(goal[0], record["share_of_copy"], goal[1], "of copy bandwidth"))
-    return found
+        if record["kind"] == "prefill" and record["kv"] == "bf16" and size == FORWARD_GOAL[0] and named:
+            ratio = record["ratio"].get("cudnn", 0.0)  # a card without cuDNN's kernel reaches nothing
+            found.append(Goal("D8a", ratio, FORWARD_GOAL[1], "of cuDNN's forward"))
+    return found + backward_goals(records, GOAL_MODEL)
 
 
 def _prefill_records(shape: AttentionShape, batch: int, length: int, say: Say) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ CHOICES = ("library", "triton", "narrow", "bf16", "bf16-row")
 FP8 = ("library", "triton", "narrow")
 EXACT = (*FP8, "bf16-row")
 """Those that have to give a row the same bits in every batch; the FP8 ones also have to agree with each other."""
-NARROW_ROWS = 128
+NARROW_ROWS = 256
 """Most rows of the narrow product."""
 Form = dict[str, int]
 """How the narrow kernel is launched: tiles, stages, groups of warps. It has no part in the bits."""
@@ -92,13 +92,14 @@ def random_rows(count: int, inputs: int, device: torch.device, seed: int = 1) ->
     return (x * torch.exp2(torch.randn(count, 1, generator=generator, device=device))).bfloat16()
 
 
-def forms(choice: str) -> tuple[Form, ...]:
-    """The forms of a product that the backend chooses from."""
+def forms(choice: str, rows: int) -> tuple[Form, ...]:
+    """The forms of a product that the backend chooses from for so many rows."""
     if choice != "narrow":
         return ({},)
     from lockstep.kernels.hopper import NARROW
+    from lockstep.kernels.triton.narrow_gemm import fits
 
-    return tuple(NARROW)
+    return tuple(form for form in NARROW if fits(rows, **form))
 
 
 def product(choice: str, x: Rows, w: Weight, form: Form | None = None) -> Tensor:

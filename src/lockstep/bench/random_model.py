@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from lockstep.kernels.table import Kernels
+from lockstep.models.build import empty_decoder
 from lockstep.models.decoder import Decoder
-from lockstep.models.frequencies import inverse_frequencies
 from lockstep.models.spec import ModelSpec
 from lockstep.nn.norm import RMSNorm
 from lockstep.numerics.flow import Flow
@@ -18,10 +18,7 @@ def random_decoder(
     spec: ModelSpec, flow: Flow, kernels: Kernels, device: torch.device, *, seed: int = 0, std: float = 0.02
 ) -> Decoder:
     """Weights N(0, std), norms near one; each tensor is made, taken into use, and dropped. Version 1."""
-    with torch.device("meta"):
-        decoder = Decoder(spec, flow, kernels)
-    decoder.model.rope.inverse = inverse_frequencies(spec.rope, spec.head_dim).double()
-    decoder.model.rope.table_PD = torch.empty(0, 2, len(decoder.model.rope.inverse))
+    decoder = empty_decoder(spec, flow, kernels, torch.device("meta"))
     generator = torch.Generator(device).manual_seed(seed)
     for name, module in decoder.working():
         shape = module.weight.shape

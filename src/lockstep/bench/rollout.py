@@ -1,10 +1,11 @@
 """Rollout throughput of the embedded engine on random weights, and vLLM's beside it in the same call.
 
 The same prompts (random token ids), the same lengths (end tokens are ignored), the sampled token's log-probability wanted,
-temperature 1. A first pass compiles and captures; the second is measured. The byte floor is what a decode step must read at
-the measured copy bandwidth: every weight once, and each sequence's keys and values once.
+temperature 1. A short pass compiles and captures; the second is measured. Each side makes its model once a flow and does all
+works with it. The byte floor is what a decode step must read at the measured copy bandwidth: every weight once, and each
+sequence's keys and values once.
 
-Next: `vllm_side.py` for the other engine, `../rollout/decode_loop.py` for ours.
+Next: `vllm_side.py` for the other engine, `price.py` for what exactness costs, `../rollout/decode_loop.py` for ours.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import gc
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -26,8 +28,8 @@ from lockstep.bench.goals import Goal
 from lockstep.bench.random_model import random_decoder
 from lockstep.bench.shapes import preset
 from lockstep.bench.timing import Ceilings
-from lockstep.errors import UserError
-from lockstep.kernels.table import select
+from lockstep.errors import ConfigError, UserError
+from lockstep.kernels.table import Kernels, select
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_config import write_config
 from lockstep.models.spec import ModelSpec
@@ -42,8 +44,27 @@ FLOWS: dict[str, Callable[[], Flow]] = {
     "fp8": fp8_flow,
     "bf16": bf16_flow,
 }
-VLLM_TIMEOUT = 420
-"""Seconds for one configuration of the other engine, its start included."""
+VLLM_TIMEOUT = 480
+"""Seconds for the other engine under one flow, its start included."""
+GOALS: dict[tuple[str, int, int, int], tuple[tuple[str, str, str, float], ...]] = {
+    ("qwen3-8b", 64, 512, 1024): (
+        ("C3a", "vllm", "fp8+kv8", 1.4),
+        ("C3b", "vllm", "bf16", 1.7),
+        ("C5a", "lockstep", "bf16", 1.4),
+    ),
+    ("qwen3-8b", 256, 512, 2048): (
+        ("C4a", "vllm", "fp8+kv8", 1.25),
+        ("C4b", "vllm", "bf16", 2.0),
+        ("C5b", "lockstep", "bf16", 1.8),
+    ),
+    ("qwen3-8b", 8, 512, 16384): (("C8", "vllm", "fp8+kv8", 1.2),),
+    ("qwen3-0.6b", 256, 256, 512): (("C10a", "vllm", "fp8+kv8", 1.0),),
+    ("qwen3-1.7b", 256, 256, 512): (("C10b", "vllm", "fp8+kv8", 1.0),),
+}
+"""By model and work: id, engine and flow that our fp8+kv8 is held against, and what is wanted. C10 is to be reported: its 1.0 is
+no promise."""
+WARM_TOKENS = 24
+"""Tokens of a completion in the pass that compiles and captures."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,18 @@ class Work:
     prompts: int
     prompt_tokens: int
     new_tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> Work:
+        """Of text such as 64x512+1024. Raises ConfigError."""
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", text.strip())
+        if match is None:
+            raise ConfigError(
+                f"{text!r} is no work",
+                where="--work",
+                fix="PROMPTSxPROMPT_TOKENS+NEW_TOKENS, as in 64x512+1024",
+            )
+        return cls(*map(int, match.groups()))
 
     @property
     def name(self) -> str:
@@ -69,7 +102,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Throughput:
-    """One engine under one configuration. floor_tokens_s: what the byte floor would allow for decoding alone."""
+    """One engine under one configuration. floor_tokens_s: what the byte floor would allow for decoding alone; host_us_step:
+    time in which the host worked, by decode step (it is hidden as long as a step takes longer)."""
 
     engine: str
     flow: str
@@ -78,21 +112,21 @@ class Throughput:
     tokens_s: float
     floor_tokens_s: float = 0.0
     preemptions: int = 0
+    host_us_step: float = 0.0
 
     def line(self) -> str:
         """For a terminal."""
-        share = (
-            f", {100 * self.tokens_s / self.floor_tokens_s:.0f} % of the byte floor"
-            if self.floor_tokens_s
-            else ""
-        )
-        return f"{self.engine:9} {self.flow:8} {self.work:22} {self.seconds:8.2f} s {self.tokens_s:10,.0f} tokens/s{share}"
+        own = ""
+        if self.floor_tokens_s:
+            share = 100 * self.tokens_s / self.floor_tokens_s
+            own = f", {share:.0f} % of the byte floor, host busy {self.host_us_step:.0f} us a step"
+        return f"{self.engine:12} {self.flow:8} {self.work:22} {self.seconds:8.2f} s {self.tokens_s:10,.0f} tokens/s{own}"
 
 
 def run_rollout(
     ceilings: Ceilings,
     model: str,
-    work: Work,
+    works: Sequence[Work],
     flows: Sequence[str],
     *,
     vllm: bool,
@@ -102,18 +136,36 @@ def run_rollout(
     spec = preset(model)
     found = []
     for name in flows:
-        found.append(ours(ceilings, spec, work, name))
-        say(found[-1].line())
+        for result in ours(ceilings, spec, works, name):
+            found.append(result)
+            say(result.line())
     for name in flows if vllm else ():
-        found.append(theirs(spec, work, name))
-        say(found[-1].line())
+        for result in theirs(spec, works, name):
+            found.append(result)
+            say(result.line())
     return found
 
 
-def ours(ceilings: Ceilings, spec: ModelSpec, work: Work, name: str) -> Throughput:
+def ours(
+    ceilings: Ceilings,
+    spec: ModelSpec,
+    works: Sequence[Work],
+    name: str,
+    kernels: Kernels | None = None,
+    label: str = "lockstep",
+) -> Iterator[Throughput]:
     """The embedded engine; leaves the GPU empty."""
-    device = torch.device("cuda")
-    decoder = random_decoder(spec, FLOWS[name](), select("hopper"), device)
+    decoder = random_decoder(spec, FLOWS[name](), kernels or select("hopper"), torch.device("cuda"))
+    for work in works:
+        yield _ours(ceilings, decoder, work, name, label)
+        gc.collect()
+        torch.cuda.empty_cache()
+    del decoder
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _ours(ceilings: Ceilings, decoder: Decoder, work: Work, name: str, label: str) -> Throughput:
     rollout = RolloutSpec(
         max_running=work.prompts,
         max_batched_tokens=max(16384, work.prompts),
@@ -121,49 +173,58 @@ def ours(ceilings: Ceilings, spec: ModelSpec, work: Work, name: str) -> Throughp
         prefix_cache=False,
     )
     tokens = work.prompts * (work.prompt_tokens + work.new_tokens + 128)
-    engine = EmbeddedEngine(decoder, rollout, cache_tokens=tokens)
+    engine = EmbeddedEngine(decoder, rollout, cache_tokens=min(tokens, _free_tokens(decoder)))
     if decoder.flow.kv_fp8:
         engine.set_kv_scales(flat_scales(decoder))
-    params = SamplingParams(work.new_tokens)
-    asked = [Request(tuple(p), i, 1, params) for i, p in enumerate(work.ids(spec.vocab_size))]
-    seconds, drawn = 0.0, 0
-    for attempt in range(2):
+    prompts = work.ids(decoder.spec.vocab_size)
+    seconds, drawn, host = 0.0, 0, 0.0
+    decoder.model.rope.reserve(work.prompt_tokens + work.new_tokens + 1, torch.device("cuda"))
+    for attempt, new_tokens in enumerate((min(WARM_TOKENS, work.new_tokens), work.new_tokens)):
+        params = SamplingParams(new_tokens)
+        asked = [Request(tuple(p), i, 1, params) for i, p in enumerate(prompts)]
+        engine.steps, engine.waited = 0, 0.0
         torch.cuda.synchronize()
         begun = time.perf_counter()
         completions = engine.generate(asked, seed=attempt, step=attempt, expected_version=1)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
         drawn = sum(len(c.token_ids) for c in completions)
+        host = (seconds - engine.waited) / max(engine.steps, 1) * 1e6
     floor = floor_seconds(decoder, work, ceilings.copy_gbps)
-    result = Throughput(
-        "lockstep", name, work.name, seconds, drawn / seconds, drawn / floor, engine.preemptions
+    return Throughput(
+        label, name, work.name, seconds, drawn / seconds, drawn / floor, engine.preemptions, round(host, 1)
     )
-    del engine, decoder
-    gc.collect()
-    torch.cuda.empty_cache()
-    return result
 
 
-def theirs(spec: ModelSpec, work: Work, name: str) -> Throughput:
+def _free_tokens(decoder: Decoder) -> int:
+    """Tokens of keys and values that fit beside the model, with room for one pass's activations."""
+    spec = decoder.spec
+    token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * (1 if decoder.flow.kv_fp8 else 2)
+    free, _ = torch.cuda.mem_get_info()
+    return max(int((free - 6e9) / token), 1) // 64 * 64
+
+
+def theirs(spec: ModelSpec, works: Sequence[Work], name: str) -> list[Throughput]:
     """vLLM in a process of its own. Raises UserError with its last lines when it fails."""
-    job = {"model": hf_shape(spec), "work": asdict(work), "flow": name}
-    environment = os.environ | {"LOCKSTEP_VLLM_JOB": json.dumps(job)}
+    job = {"model": hf_shape(spec), "works": [asdict(w) for w in works], "flow": name, "warm": WARM_TOKENS}
     done = subprocess.run(
         [sys.executable, "-m", "lockstep.bench.vllm_side"],
-        env=environment,
+        env=os.environ | {"LOCKSTEP_VLLM_JOB": json.dumps(job)},
         capture_output=True,
         text=True,
         timeout=VLLM_TIMEOUT,
         check=False,
     )
     marked = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not marked:
+    if done.returncode or len(marked) != len(works):
         last = " | ".join((done.stderr or done.stdout).strip().splitlines()[-4:])
         raise UserError("vLLM did not finish", where=f"bench rollout, {name}", why=last)
-    result = json.loads(marked[-1].removeprefix("RESULT "))
-    return Throughput(
-        f"vllm {result['version']}", name, work.name, result["seconds"], result["tokens"] / result["seconds"]
-    )
+    found = []
+    for work, line in zip(works, marked, strict=True):
+        result = json.loads(line.removeprefix("RESULT "))
+        speed = result["tokens"] / result["seconds"]
+        found.append(Throughput(f"vllm {result['version']}", name, work.name, result["seconds"], speed))
+    return found
 
 
 def flat_scales(decoder: Decoder) -> KVScales:
@@ -187,25 +248,18 @@ def hf_shape(spec: ModelSpec) -> dict[str, Any]:
     return dict(write_config(spec))
 
 
-def goals(found: Sequence[Throughput], model: str, work: Work) -> list[Goal]:
+def goals(found: Sequence[Throughput], model: str, works: Sequence[Work]) -> list[Goal]:
     """Which of the project's goals these figures answer."""
-    if model != "qwen3-8b":
-        return []
-    ids = {(64, 512, 1024): ("C3", "C5a"), (256, 512, 2048): ("C4", "C5b"), (8, 512, 16384): ("C8", "")}
-    key = (work.prompts, work.prompt_tokens, work.new_tokens)
-    return list(_goals(found, *ids[key])) if key in ids else []
+    return [goal for work in works for goal in _goals(found, model, work)]
 
 
-def _goals(found: Sequence[Throughput], rivals: str, own: str) -> Iterator[Goal]:
-    speed = {(t.engine.split()[0], t.flow): t.tokens_s for t in found}
+def _goals(found: Sequence[Throughput], model: str, work: Work) -> Iterator[Goal]:
+    speed = {(t.engine.split()[0], t.flow): t.tokens_s for t in found if t.work == work.name}
     best = speed.get(("lockstep", "fp8+kv8"))
     if best is None:
         return
-    wanted = {"C3": (1.4, 1.7), "C4": (1.25, 2.0), "C8": (1.2, 0.0)}[rivals]
-    for letter, flow, goal in zip("ab", ("fp8+kv8", "bf16"), wanted, strict=True):
-        other = speed.get(("vllm", flow))
-        if other is not None and goal:
-            yield Goal(rivals + (letter if wanted[1] else ""), best / other, goal, "x vLLM, same call")
-    bf16 = speed.get(("lockstep", "bf16"))
-    if own and bf16 is not None:
-        yield Goal(own, best / bf16, {"C5a": 1.4, "C5b": 1.8}[own], "x our bf16")
+    for id, engine, flow, goal in GOALS.get((model, work.prompts, work.prompt_tokens, work.new_tokens), ()):
+        other = speed.get((engine, flow))
+        if other is not None:
+            unit = "x vLLM, same call" if engine == "vllm" else "x our bf16"
+            yield Goal(id, best / other, goal, f"{unit} ({flow})")

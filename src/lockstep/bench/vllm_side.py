@@ -25,14 +25,14 @@ QUIET = {
 
 
 def main() -> None:
-    """Runs the job twice and prints the second."""
+    """Does the job's works one after the other, each after a short warm-up, and prints a line for each."""
     job = json.loads(os.environ["LOCKSTEP_VLLM_JOB"])
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     import torch
     import vllm
 
-    work, flow = job["work"], job["flow"]
+    works, flow = [Work(**w) for w in job["works"]], job["flow"]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config(job["model"], flow)))
         llm = vllm.LLM(
@@ -40,30 +40,29 @@ def main() -> None:
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_model_len=work["prompt_tokens"] + work["new_tokens"] + 64,
+            max_model_len=max(w.prompt_tokens + w.new_tokens for w in works) + 64,
             gpu_memory_utilization=0.9,
-            max_num_seqs=max(work["prompts"], 8),
+            max_num_seqs=max(8, *(w.prompts for w in works)),
             enable_prefix_caching=False,
             kv_cache_dtype="fp8" if flow.endswith("kv8") else "auto",
             disable_log_stats=True,
             seed=0,
         )
-        prompts = [{"prompt_token_ids": ids} for ids in Work(**work).ids(job["model"]["vocab_size"])]
-        seconds, tokens = 0.0, 0
-        for new_tokens in (16, work["new_tokens"]):
-            params = vllm.SamplingParams(
-                temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False
-            )
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - begun
-            tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
-    print(
-        "RESULT " + json.dumps({"version": vllm.__version__, "seconds": seconds, "tokens": tokens}),
-        flush=True,
-    )
+        for work in works:
+            prompts = [{"prompt_token_ids": ids} for ids in work.ids(job["model"]["vocab_size"])]
+            seconds, tokens = 0.0, 0
+            for new_tokens in (min(job["warm"], work.new_tokens), work.new_tokens):
+                params = vllm.SamplingParams(
+                    temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False
+                )
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                torch.cuda.synchronize()
+                seconds = time.perf_counter() - begun
+                tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
+            result = {"version": vllm.__version__, "seconds": seconds, "tokens": tokens}
+            print("RESULT " + json.dumps(result), flush=True)
 
 
 def config(shape: dict[str, Any], flow: str) -> dict[str, Any]:

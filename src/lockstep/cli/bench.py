@@ -1,28 +1,38 @@
 """`lockstep bench`: how fast the kernels are on this GPU, against baselines and ceilings measured in the same call.
 
 docs/benchmarks.md explains what is printed and written. Next: `bench/gemm.py`, `bench/quant.py`, `bench/attention.py`,
-`bench/kernels_check.py`, `bench/rollout.py`.
+`bench/kernels_check.py`, `bench/rollout.py`; `bench_training.py` for what trains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 
+from lockstep.cli import bench_training
+from lockstep.cli.bench_output import Goals, Out
+from lockstep.cli.bench_output import begin as _begin
+from lockstep.cli.bench_output import finish as _finish
+from lockstep.cli.train_exact import train_exact
 from lockstep.errors import ConfigError, ContractError
-
-if TYPE_CHECKING:
-    from lockstep.bench.goals import Goal
-    from lockstep.bench.timing import Ceilings
 
 app = typer.Typer(
     help="Measure the kernels on this GPU, or check them against the reference.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+app.command("train-exact")(train_exact)
+for command in (
+    bench_training.layer,
+    bench_training.train,
+    bench_training.step,
+    bench_training.gradients,
+    bench_training.sft,
+):
+    app.command()(command)
 
 Models = Annotated[
     list[str] | None,
@@ -35,13 +45,6 @@ Models = Annotated[
 ]
 Rows = Annotated[
     str, typer.Option(metavar="LIST", help="Numbers of rows, separated by commas.", show_default=False)
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Result file (benchmarks/results/<name>.json).", show_default=False),
-]
-Goals = Annotated[
-    bool, typer.Option("--goals", help="Also write what goals ask for to benchmarks/results/goals.json.")
 ]
 
 
@@ -95,9 +98,15 @@ def attention(model: Models = None, out: Out = None, goals: Goals = False) -> No
 @app.command()
 def rollout(
     model: Annotated[str, typer.Option(metavar="NAME", help="Model shape; weights are random.")] = "qwen3-8b",
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts, one completion each.")] = 64,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion.")] = 1024,
+    work: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--work",
+            metavar="WORK",
+            help="PROMPTSxPROMPT_TOKENS+NEW_TOKENS (64x512+1024); may be given again.",
+            show_default=False,
+        ),
+    ] = None,
     flows: Annotated[str, typer.Option(metavar="LIST", help="Of fp8+kv8, fp8, bf16.")] = "fp8+kv8,bf16",
     vllm: Annotated[
         bool,
@@ -112,12 +121,60 @@ def rollout(
 
     from lockstep.bench import rollout as bench
 
-    work = bench.Work(prompts, prompt_tokens, new_tokens)
+    works = [bench.Work.parse(w) for w in work or ["64x512+1024"]]
     chosen = _names(flows, tuple(bench.FLOWS), "--flows")
-    found = bench.run_rollout(ceilings, model, work, chosen, vllm=vllm, say=typer.echo)
-    reached = bench.goals(found, model, work) if goals else ()
-    name = f"rollout-{model}-{prompts}x{prompt_tokens}+{new_tokens}"
+    found = bench.run_rollout(ceilings, model, works, chosen, vllm=vllm, say=typer.echo)
+    reached = bench.goals(found, model, works) if goals else ()
+    name = f"rollout-{model}-" + "-".join(w.replace(" ", "") for w in work or ["64x512+1024"])
     _finish(name, out, ceilings.record(), [asdict(t) for t in found], reached)
+
+
+@app.command()
+def price(
+    model: Annotated[str, typer.Option(metavar="NAME", help="Model shape; weights are random.")] = "qwen3-8b",
+    work: Annotated[
+        str, typer.Option(metavar="WORK", help="PROMPTSxPROMPT_TOKENS+NEW_TOKENS.")
+    ] = "64x512+256",
+    out: Out = None,
+    goals: Goals = False,
+) -> None:
+    """What exactness costs: rollout with our kernels against rollout with the fastest choice of each, exact or not."""
+    ceilings = _begin("lockstep bench price")
+    from dataclasses import asdict
+
+    from lockstep.bench import price as bench
+    from lockstep.bench.rollout import Work
+
+    found = bench.run_price(ceilings, model, Work.parse(work), say=typer.echo)
+    _finish("price", out, ceilings.record(), [asdict(t) for t in found], bench.goals(found) if goals else ())
+
+
+@app.command()
+def publish(
+    model: Annotated[str, typer.Option(metavar="NAME", help="Model shape; weights are random.")] = "qwen3-8b",
+    flow: Annotated[
+        Literal["fp8+kv8", "fp8", "bf16"], typer.Option(help="Formats of the weights.")
+    ] = "fp8+kv8",
+    repeats: Annotated[int, typer.Option(min=1, help="Measured publications; the time is their median.")] = 7,
+    out: Out = None,
+    goals: Goals = False,
+) -> None:
+    """Publication to the embedded engine after an optimizer step: time, and the share of copy bandwidth.
+
+    Exit code 3: the receipt told of other codes than the engine holds.
+    """
+    ceilings = _begin("lockstep bench publish")
+    from lockstep.bench import publish as bench
+    from lockstep.bench.rollout import FLOWS
+    from lockstep.bench.shapes import preset
+    from lockstep.kernels.table import select
+
+    found = bench.run_publish(
+        preset(model), model, FLOWS[flow](), select("hopper"), ceilings, repeats=repeats, say=typer.echo
+    )
+    typer.echo("\n".join(found.lines()))
+    reached = bench.goals([found]) if goals else ()
+    _finish(f"publish-{model}", out, ceilings.record(), [found.record()], reached)
 
 
 @app.command()
@@ -177,41 +234,6 @@ def _sanitize(tools: str, names: Sequence[str], out: Path | None, *, goals: bool
         _finish("sanitize", out, {}, rows, bench.goals(verdicts) if goals else ())
     if not all(v.clean for v in verdicts):
         raise typer.Exit(3)
-
-
-def _begin(what: str) -> Ceilings:
-    """Refuses other machines; measures what this one can reach."""
-    from lockstep.bench.machine import require_hopper, stamp
-    from lockstep.bench.timing import measure_ceilings
-
-    require_hopper(what)
-    here = stamp()
-    typer.echo(f"{here.card}; " + ", ".join(f"{name} {version}" for name, version in here.versions.items()))
-    ceilings = measure_ceilings()
-    typer.echo(ceilings.line())
-    return ceilings
-
-
-def _finish(
-    name: str,
-    out: Path | None,
-    ceilings: Mapping[str, float],
-    rows: Sequence[Mapping[str, Any]],
-    goals: Sequence[Goal] = (),
-) -> None:
-    """Writes the result file, and the goals if there are any."""
-    from lockstep.bench.goals import GOALS, write_goals
-    from lockstep.bench.machine import stamp
-    from lockstep.bench.results import FOLDER, write_results
-
-    path, here = out or FOLDER / f"{name}.json", stamp()
-    write_results(path, name, here, ceilings, rows)
-    typer.echo(f"wrote {path}")
-    if goals:
-        write_goals(goals, here)
-        for goal in goals:
-            typer.echo(goal.line())
-        typer.echo(f"wrote {GOALS}")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from lockstep.cli import (
     evaluate,
     export,
     models_cmd,
+    plan,
     report,
     train,
 )
@@ -45,6 +46,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("train")(train.train)
+app.command("plan")(plan.plan)
 app.command("eval")(evaluate.evaluate)
 app.command("audit")(audit.audit)
 app.command("attribute")(attribute.attribute)

@@ -1,32 +1,47 @@
-"""What a run would make, before anything is made: the lines of `lockstep train --dry-run`.
+"""What a run would make, before anything is made: the lines of `lockstep train --dry-run`, and all of `lockstep plan`.
 
 Nothing is allocated or written. Sizes are given when the model's shape is known: its folder is there, or its recipe says.
+`plan` says what would be done; `budget` what it takes: memory by part and by phase, and the least time of each phase.
+
+Next: `../trainer/footprint.py` for bytes, `../trainer/workload.py` for time.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import CheckpointError
-from lockstep.models.spec import ModelSpec
+from lockstep.correction.spec import resolve as resolve_correction
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.models.spec import PRESETS, ModelSpec
+from lockstep.numerics.flow import FlowPair
+from lockstep.trainer import footprint, workload
+from lockstep.trainer.footprint import GB, GRADIENT, MASTER, MOMENTS, Keeping, Load, Part
+from lockstep.trainer.setup import cache_tokens, make_flows
 from lockstep.trainer.spec import ModelSource, RunSpec
+from lockstep.trainer.workload import Card, Phase
 
-_TRAIN_BYTES = 16
+_TRAIN_BYTES = MASTER + GRADIENT + MOMENTS
 """FP32 master weight, gradient and both AdamW moments of one parameter."""
+ASSUMED_PROMPT = 256
+"""Tokens of a prompt, where neither the config nor the command line says."""
 
 
 def plan(spec: RunSpec) -> list[str]:
     """One line a topic. Raises CheckpointError for a model folder whose config.json can't be used."""
     model = known_shape(spec.model)
-    lines = [_model_line(spec.model, model), _rollout_line(spec), _update_line(spec), _eval_line(spec)]
-    if model is not None:
-        lines += _memory_lines(spec, model)
-    return [*lines, _run_dir_line(spec)]
+    memory = [] if model is None else _memory_lines(spec, model)
+    return [*outline(spec, model), *memory, _run_dir_line(spec)]
+
+
+def outline(spec: RunSpec, model: ModelSpec | None) -> list[str]:
+    """Model, rollout, update, evaluation: a line each."""
+    return [_model_line(spec.model, model), _rollout_line(spec), _update_line(spec), _eval_line(spec)]
 
 
 def known_shape(source: ModelSource) -> ModelSpec | None:
-    """The model's shape from its folder or from the arguments of the `tiny` recipe; None when neither tells."""
+    """The model's shape from its folder or from its recipe; None when neither tells."""
     file = Path(source.path) / "config.json"
     if file.exists():
         try:
@@ -34,15 +49,16 @@ def known_shape(source: ModelSource) -> ModelSpec | None:
         except ValueError as e:
             raise CheckpointError("not valid JSON", where=str(file), why=str(e)) from e
         return ModelSpec.from_hf(config, where=str(file))
-    if source.recipe != "tiny":
-        return None
-    from lockstep.models.tiny import tiny_spec
+    if source.recipe == "smollm2":
+        return PRESETS["smollm2-135m"]
+    from lockstep.trainer.recipes import RECIPES, recipe_shape
 
-    shape = {k: v for k, v in source.args.items() if k != "seed"}
+    if source.recipe not in RECIPES:
+        return None
     try:
-        return tiny_spec(**shape)  # type: ignore[arg-type]
+        return recipe_shape(source)
     except TypeError as e:
-        raise CheckpointError(f"model.args: {e}", where="tiny model") from e
+        raise CheckpointError(f"model.args: {e}", where=f"{source.recipe} model") from e
 
 
 def _model_line(source: ModelSource, model: ModelSpec | None) -> str:
@@ -112,3 +128,153 @@ def _run_dir_line(spec: RunSpec) -> str:
     )
     export = "; the final model as a Hugging Face folder" if c.export_hf else ""
     return f"run_dir: {spec.run_dir} ({state}); {saves}{export}"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run takes. prompt_tokens, new_tokens: lengths that it was made for; the longest where they vary."""
+
+    model: ModelSpec
+    card: Card
+    parts: tuple[Part, ...]
+    phases: tuple[Phase, ...]
+    prompt_tokens: int
+    new_tokens: int
+    load: Load
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes of each phase."""
+        return footprint.peak(self.parts)
+
+    @property
+    def peak(self) -> int:
+        """The larger one."""
+        return max(self.peaks.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the card's memory holds it."""
+        return self.peak <= self.card.memory_gb * GB
+
+    def lines(self) -> list[str]:
+        """Memory and time."""
+        return [*self._memory(), "", *self._time(), ""]
+
+    def verdict(self) -> str:
+        """One line."""
+        peak, memory = self.peak / GB, self.card.memory_gb
+        phase = max(self.peaks, key=lambda name: self.peaks[name])
+        if self.fits:
+            return f"fits: peak {peak:.1f} GB of {memory:.0f} GB, in the {phase}; {memory - peak:.1f} GB are left"
+        return f"doesn't fit: peak {peak:.1f} GB of {memory:.0f} GB, in the {phase}; {peak - memory:.1f} GB too much"
+
+    def remedy(self) -> str:
+        """What would help most, where it doesn't fit."""
+        sizes = {part.name: part.nbytes for part in self.parts}
+        fixed = sum(
+            n for name, n in sizes.items() if name.startswith(("master", "AdamW", "gradients", "working"))
+        )
+        if fixed > self.card.memory_gb * GB:
+            return "take a smaller model: its weights and optimizer state alone are larger"
+        saved = sizes.get("saved activations of a micro-batch", 0)
+        if saved > sizes.get("KV cache", 0):
+            return "lower update.max_tokens_per_microbatch, or set update.save_fp8 or update.checkpointing"
+        return "lower rollout.cache_tokens or rollout.max_running, or set flow.kv to fp8"
+
+    def _memory(self) -> list[str]:
+        width = max(len(part.name) for part in self.parts)
+        lines = [f"{'memory, GB':{width}}  rollout   update"]
+        for part in self.parts:
+            cells = (
+                f"{part.nbytes / GB:8.2f}" if there else f"{'-':>8}" for there in (part.rollout, part.update)
+            )
+            lines.append(f"{part.name:{width}} {' '.join(cells)}")
+        peaks = self.peaks
+        lines.append(f"{'peak':{width}} {peaks['rollout'] / GB:8.2f} {peaks['update'] / GB:8.2f}")
+        return lines
+
+    def _time(self) -> list[str]:
+        card, total = self.card, sum(phase.seconds for phase in self.phases)
+        lines = [
+            f"least time of a step at {card.copy_tbps:g} TB/s, {card.bf16_tflops:g} TFLOP/s BF16, {card.fp8_tflops:g} FP8, "
+            f"prompts of {self.prompt_tokens} and completions of {self.new_tokens} tokens:"
+        ]
+        for phase in self.phases:
+            share = 100 * phase.seconds / total if total else 0.0
+            lines.append(f"  {phase.name:22} {phase.seconds:10.3f} s  {share:3.0f} %")
+        return [*lines, f"  {'step':22} {total:10.3f} s"]
+
+
+def budget(
+    spec: RunSpec, card: Card, *, model: ModelSpec | None = None, prompt_tokens: int | None = None
+) -> Budget:
+    """Memory and least time of a run on a card. model: another shape than the config's.
+
+    Raises ConfigError when the shape isn't known, CheckpointError for a config.json that can't be used.
+    """
+    model = model or known_shape(spec.model)
+    if model is None:
+        raise ConfigError(
+            "the model's shape is not known",
+            where=f"model.path {spec.model.path}",
+            why="there is no config.json, and the recipe doesn't say",
+            fix="name a shape with --model, such as qwen3-8b",
+        )
+    flows = make_flows(spec, model)
+    prompt = prompt_tokens or spec.data.max_prompt_tokens or ASSUMED_PROMPT
+    load = _load(spec, model, flows, prompt)
+    fused = spec.kernels in ("auto", "hopper")
+    keeping = Keeping(fused, spec.update.checkpointing, spec.update.save_fp8)
+    parts = footprint.parts(model, flows, load, keeping)
+    phases = _phases(spec, model, flows, card, prompt)
+    return Budget(model, card, tuple(parts), tuple(phases), prompt, spec.rollout.max_new_tokens, load)
+
+
+def _load(spec: RunSpec, model: ModelSpec, flows: FlowPair, prompt: int) -> Load:
+    """What is in flight at most."""
+    r, u = spec.rollout, spec.update
+    batch = -(-r.prompts_per_step // u.mini_batches)
+    trained = batch * r.samples_per_prompt * r.max_new_tokens
+    shared = batch * prompt if u.share_prompts else batch * r.samples_per_prompt * prompt
+    rows = min(u.max_tokens_per_microbatch, shared + trained) if u.steps else 0
+    return Load(
+        rows,
+        min(rows, trained),
+        cache_tokens(r, model, flows.rollout, prompt, spec.eval.max_new_tokens),
+        min(r.max_running, r.prompts_per_step * r.samples_per_prompt),
+        r.max_batched_tokens,
+    )
+
+
+def _phases(spec: RunSpec, model: ModelSpec, flows: FlowPair, card: Card, prompt: int) -> list[Phase]:
+    """Of one training step. A correction that has to know the old policy first gets a pass of its own."""
+    r, u = spec.rollout, spec.update
+    samples = r.prompts_per_step * r.samples_per_prompt
+    lengths, targets = [prompt + r.max_new_tokens - 1] * samples, samples * r.max_new_tokens
+    found = [
+        workload.rollout(
+            model,
+            flows.rollout,
+            card,
+            prompts=r.prompts_per_step,
+            samples=r.samples_per_prompt,
+            prompt=prompt,
+            new=r.max_new_tokens,
+            running=r.max_running,
+        )
+    ]
+    if not u.steps:
+        return found
+    correction = resolve_correction(spec.correction)
+    if correction.rejects or correction.needs_batch:
+        old = workload.forward(model, flows.trainer, card, lengths, targets)
+        found.append(Phase("old log-probabilities", old.seconds))
+    both = workload.forward_backward(model, flows.trainer, card, lengths, targets)
+    repeats = u.epochs * (4 / 3 if u.checkpointing else 1)
+    found.append(Phase(both.name, both.seconds * repeats))
+    steps = u.mini_batches * u.epochs
+    found.append(Phase("optimizer", workload.optimizer(model, card).seconds * steps))
+    each = {flows.trainer, flows.rollout}
+    publications = sum(workload.publication(model, flow, card).seconds for flow in each)
+    return [*found, Phase("publication", publications * steps)]

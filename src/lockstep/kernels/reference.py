@@ -12,8 +12,8 @@ Shapes: T rows (tokens), K inputs, N outputs, H heads, D head size, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,24 +22,39 @@ from lockstep.kernels.attention_form import PLAIN, AttentionForm
 from lockstep.kernels.attention_index import AttentionIndex, Run, build_index
 from lockstep.kernels.reference_attention import attention_backward, attention_forward
 from lockstep.kernels.reference_moe import combine, router_scores, top_experts
+from lockstep.kernels.renew import Renewed, Source, renew
 from lockstep.kernels.rowwise import row_matmul, tree_sum
+from lockstep.numerics.fingerprint import Fingerprint, fingerprint
 from lockstep.numerics.formats import BLOCK, E4M3_MAX, Operand
 from lockstep.numerics.quantize import Quantized, quantize, to_codes, values_of, widen
 
 
+@dataclass
+class Version:
+    """How often the values of a working copy were replaced where they lie. Whoever keeps something made from them (transposed
+    codes) keeps `count` with it, and makes it anew when the two differ."""
+
+    count: int = 0
+
+
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight as the kernels want it. One of `codes` and `plain` is its value; `dense` is FP32 code times scale. A stack of
-    several weights (`fuse`) has `dense` only.
+    """A weight as the kernels want it. One of `codes` and `plain` is its value; `dense` is FP32 code times scale. The reference's
+    stack of several weights (`fuse`) has `dense` only.
 
     codes: quantized [N, K]. plain: BF16 (or the activation type) [N, K]. dense: [N, K] FP32, None in `exact`.
     library_scale: the scales in the layout of a device's GEMM library, where there is one.
+    stack: the stack that this weight is a view of. row_scale: [N, K / 128], its part of a stack's scales where these are one a
+    row. version: see `Version`; a device backend refreshes in place.
     """
 
     codes: Quantized | None
     plain: Tensor | None
     dense: Tensor | None
     library_scale: Tensor | None = None
+    stack: PackedWeight | None = field(default=None, compare=False, repr=False)
+    row_scale: Tensor | None = None
+    version: Version = field(default_factory=Version, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -66,17 +81,34 @@ class ReferenceKernels:
             return PackedWeight(weight, None, None if self.exact else weight.dequantize())
         return PackedWeight(None, weight, weight.to(self.sum_type))
 
-    def fuse(self, parts: Sequence[PackedWeight]) -> PackedWeight | None:
-        """One weight for several that share an input, stacked along N; None where this backend multiplies them singly."""
+    def fuse(self, parts: Sequence[PackedWeight]) -> list[PackedWeight] | None:
+        """Weights that share an input as views of one `stack`, one below the other along N; None where this backend multiplies
+        them singly."""
         if self.exact:
             return None
-        return PackedWeight(None, None, torch.cat([p.dense for p in parts if p.dense is not None]))
-
-    def parts_of(self, stack: PackedWeight, parts: Sequence[PackedWeight]) -> list[PackedWeight]:
-        """The parts of a stack that `fuse` made, as views of it."""
+        dense = [p.dense for p in parts if p.dense is not None]
+        stack = PackedWeight(None, None, torch.cat(dense))
         assert stack.dense is not None
-        dense = stack.dense.split([p.dense.shape[0] for p in parts if p.dense is not None])
-        return [replace(p, dense=d) for p, d in zip(parts, dense, strict=True)]
+        views = stack.dense.split([len(d) for d in dense])
+        return [replace(p, dense=view, stack=stack) for p, view in zip(parts, views, strict=True)]
+
+    # Publication ----------------------------------------------------------------------------------------------
+
+    def reserve(self, sources: Sequence[Source]) -> list[PackedWeight] | None:
+        """Storage for working copies that don't exist yet and will be views of one stack; None where `refresh` makes them anew
+        each time."""
+        return None
+
+    def refresh(self, sources: Iterable[Source]) -> Iterator[Renewed]:
+        """The working copy of each master, in order. Raises ValueError that names the first master with NaN or infinity.
+
+        Take each before asking for the next: the old copy can go then.
+        """
+        return (renew(source, self.pack) for source in sources)
+
+    def fingerprints(self, held: Sequence[tuple[Tensor, Tensor | None]]) -> list[Fingerprint]:
+        """`numerics/fingerprint.py` of each (codes, scale) or (values, None)."""
+        return [fingerprint(value, scale) for value, scale in held]
 
     def quantize_rows(self, x_TK: Tensor, operand: Operand) -> Quantized:
         """1x128 codes of activations or output gradients."""

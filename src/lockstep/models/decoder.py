@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.kernels.table import Kernels
-from lockstep.models import fused
+from lockstep.models import fused, fused_layer
 from lockstep.models.frequencies import inverse_frequencies
 from lockstep.models.spec import ModelSpec
 from lockstep.nn.attention import Attention
@@ -28,8 +28,11 @@ from lockstep.nn.mlp import MLP
 from lockstep.nn.moe import MoE
 from lockstep.nn.norm import RMSNorm
 from lockstep.nn.rope import Rope
-from lockstep.nn.working import Refreshed, Working
+from lockstep.nn.working import Refreshed, Working, fingerprints, refresh
 from lockstep.numerics.flow import Flow
+
+BETWEEN = -1
+"""Version of working copies while they are remade; they keep it when that fails."""
 
 
 class DecoderLayer(nn.Module):
@@ -96,7 +99,11 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model under one flow. Call `refresh` after every change of the master weights."""
+    """A causal language model under one flow. Call `refresh` after every change of the master weights.
+
+    Where kernels fuse, two attributes trade memory of the training forward. checkpointing: a layer keeps its input only and runs
+    again in the backward pass, with the same bits. save_fp8: FP8 layers keep gate and up as codes; gradients change a little.
+    """
 
     def __init__(self, spec: ModelSpec, flow: Flow, kernels: Kernels) -> None:
         super().__init__()
@@ -105,6 +112,7 @@ class Decoder(nn.Module):
         if not spec.tie_embeddings:
             self.lm_head = Table(spec.vocab_size, spec.hidden_size, flow=flow, kernels=kernels)
         self.version = self.refreshes = 0
+        self.checkpointing = self.save_fp8 = False
 
     @property
     def device(self) -> torch.device:
@@ -120,8 +128,9 @@ class Decoder(nn.Module):
 
     def hidden(self, ids_T: Tensor, context: AttentionContext) -> Tensor:
         """Final normed hidden states [T, K] of token ids [T]."""
-        if self.kernels.fused and not torch.is_grad_enabled():
-            return fused.hidden(self, ids_T, context)  # type: ignore[arg-type]
+        if self.kernels.fused:
+            forward = fused_layer.hidden if torch.is_grad_enabled() else fused.hidden
+            return forward(self, ids_T, context)  # type: ignore[arg-type]
         cos_sin = self.model.rope.at(context.positions_T)
         h_TK = self.model.embed_tokens(ids_T)
         for layer in self.model.layers:
@@ -136,27 +145,39 @@ class Decoder(nn.Module):
                 yield f"{name}.weight", module
 
     def refresh(self, version: int) -> list[Refreshed]:
-        """Remakes all working copies from the masters and stamps them with `version`."""
-        with torch.no_grad():
-            refreshed = [module.refresh(name) for name, module in self.working()]
-        self.version = version
+        """Remakes all working copies from the masters and stamps them with `version`.
+
+        Raises ValueError that names the first master with NaN or infinity. Some copies may be new then and others old, so the
+        decoder has no version, and an engine over it refuses to sample.
+        """
+        self.version = BETWEEN
         self.refreshes += 1
+        first = self.model.embed_tokens.packed is None
+        reserved = {m: place for p in self.projections() for m, place in p.reserve().items()} if first else {}
+        refreshed = refresh(list(self.working()), reserved)
+        self.version = version
         return refreshed
+
+    def projections(self) -> Iterator[Projection]:
+        """Every projection, in layer order."""
+        for module in self.modules():
+            yield from (value for value in module.__dict__.values() if isinstance(value, Projection))
 
     def stack(self) -> None:
         """Stacks weights that share an input now, where the backend multiplies them at once, and not in the first forward:
         working copies become views of their stack, so they move."""
-        for module in self.modules():
-            for projection in module.__dict__.values():
-                if isinstance(projection, Projection):
-                    projection.stacked()
+        for projection in self.projections():
+            projection.stacked()
 
     def digest(self) -> str:
-        """SHA-256 over names, codes, scales, plain values and biases: equal working copies, equal digest."""
+        """SHA-256 over names, types, shapes and fingerprints of codes with scales, plain values and biases: equal working
+        copies, equal digest, on every backend."""
+        names, modules = zip(*self.working(), strict=True)
         h = hashlib.sha256()
-        for name, module in self.working():
+        for name, parts in zip(names, fingerprints(modules), strict=True):
             h.update(name.encode())
-            module.update_digest(h)
+            for held, (first, second) in parts:
+                h.update(f" {held.description()} {first:016x}{second:016x}\n".encode())
         return h.hexdigest()
 
     def share_masters(self, other: Decoder) -> None:

@@ -7,13 +7,13 @@ pass. Both end in the loop of `kernels/triton/attention.py`, and a row gets the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 
-from lockstep.errors import ContractError
-from lockstep.nn.kv_scales import KVScales
+from lockstep.kernels.attention_form import PLAIN, AttentionForm
+from lockstep.kernels.fused import FusedKernels
+from lockstep.nn.kv_scales import AmaxCollector, KVScales
 from lockstep.nn.routes import Routes
 from lockstep.numerics.formats import BLOCK, ScaleKind
 from lockstep.numerics.quantize import Quantized
@@ -89,7 +89,11 @@ class DevicePages:
 
 
 class DevicePacked:
-    """Rows of several sequences side by side, without gradient."""
+    """Rows of several sequences side by side, with or without gradient.
+
+    scales, collector, quantize: as in `PackedContext`. Keys and values under scales become codes on their way; whoever gives a
+    collector reads it, else `finish` looks for non-finite ones.
+    """
 
     def __init__(
         self,
@@ -97,18 +101,73 @@ class DevicePacked:
         index: PackedIndex,
         scales: KVScales | None = None,
         routes: Routes | None = None,
+        *,
+        collector: AmaxCollector | None = None,
+        quantize: bool = True,
     ) -> None:
-        self.positions_T, self.index, self.scales, self.routes = positions_T, index, scales, routes
-        self.wild = torch.zeros((), dtype=torch.bool, device=positions_T.device)
+        self.positions_T, self.index, self.routes = positions_T, index, routes
+        self.scales, self.collector, self.quantize = scales, collector, quantize
+        self.own: AmaxCollector | None = None
+        if scales is not None and collector is None and quantize:
+            self.own = self.collector = AmaxCollector.for_scales(scales)
 
     def attend_rows(self, layer: int, qkv_TN: Tensor, attention: Attention) -> Quantized | Tensor:
         """See `DeviceContext`."""
-        from lockstep.kernels.hopper import packed_pages
-        from lockstep.kernels.triton import attention as kernel
-        from lockstep.kernels.triton import rope
+        q, k, v = self._rows(qkv_TN, attention)
+        self._watch(layer, k, v, attention)
+        codes, scales = code_scale(attention), self._used(layer)
+        out, _ = fused_kernels(attention).attend(q, k, v, self.index, scales, codes=codes)
+        return out if isinstance(out, Quantized) else output_rows(out, attention)
 
-        scales = layer_scales(self.scales, layer)
-        q, k, v = rope.rope_rows(
+    def attend(
+        self, layer: int, qkv_TN: Tensor, attention: Attention, *, again: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(output [T, H, D] BF16, base-2 log-sum-exp [T, H]) for a forward with gradient. `output_rows` makes of it what
+        `attend_rows` gives. again: nothing is gathered, since these rows were seen before."""
+        q, k, v = self._rows(qkv_TN, attention)
+        if not again:
+            self._watch(layer, k, v, attention)
+        out, lse = fused_kernels(attention).attend(q, k, v, self.index, self._used(layer), lse=True)
+        assert isinstance(out, Tensor)
+        return out, lse
+
+    def gradient(
+        self,
+        layer: int,
+        grad_THD: Tensor,
+        qkv_TN: Tensor,
+        out_THD: Tensor,
+        lse_TH: Tensor,
+        attention: Attention,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Gradients of the projected rows [T, N] and of the weights of the q and k norm, from that of the output; queries, keys
+        and codes are made again. Saturated elements get none."""
+        kernels, scales = fused_kernels(attention), self._used(layer)
+        q, k, v = self._rows(qkv_TN, attention)
+        form = PLAIN
+        if scales is not None:
+            k, v = kernels.quantize_kv(k, scales[0]), kernels.quantize_kv(v, scales[1])
+            form = AttentionForm(*scales)
+        dq, dk, dv = kernels.attention_grad(grad_THD, q, k, v, out_THD, lse_TH, self.index, form)
+        return kernels.rope_grad(
+            dq,
+            dk,
+            dv,
+            qkv_TN,
+            attention.rope.table_PD,
+            self.positions_T,
+            norms=norm_weights(attention),
+            eps=norm_eps(attention),
+            scales=scales,
+        )
+
+    def finish(self) -> None:
+        """Raises ContractError, naming the layer, when a key or value on its way into FP8 was not finite."""
+        if self.own is not None:
+            self.own.read()
+
+    def _rows(self, qkv_TN: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
+        return fused_kernels(attention).rope_rows(
             qkv_TN,
             attention.rope.table_PD,
             self.positions_T,
@@ -117,16 +176,20 @@ class DevicePacked:
             norms=norm_weights(attention),
             eps=norm_eps(attention),
         )
-        self.wild |= ~(torch.isfinite(k).all() & torch.isfinite(v).all())
-        k_pages, v_pages = packed_pages(k, v, self.index, scales)
-        codes = code_scale(attention)
-        out, _ = kernel.prefill(q, k_pages, v_pages, self.index.prefill, scales, codes=codes)
-        return output_rows(out, attention)
 
-    def finish(self) -> None:
-        """Raises ContractError when a key or value was not finite."""
-        if bool(self.wild):
-            raise ContractError("non-finite key or value")
+    def _used(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        return layer_scales(self.scales, layer) if self.quantize else None
+
+    def _watch(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, attention: Attention) -> None:
+        if self.collector is not None:
+            scales = layer_scales(self.scales, layer)
+            self.collector.watch(layer, k_TGD, v_TGD, scales, fused_kernels(attention))
+
+
+def fused_kernels(attention: Attention) -> FusedKernels:
+    """The backend of an attention module, which fuses."""
+    kernels: Any = attention.o_proj.kernels
+    return kernels  # type: ignore[no-any-return]
 
 
 def code_scale(attention: Attention) -> ScaleKind | None:

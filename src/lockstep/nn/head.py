@@ -4,24 +4,36 @@ A tied head is the embedding's own module, so there is one master, one working c
 The training function walks over rows in chunks, keeps the log-normalizer and recomputes logits in the backward pass; it and
 the engine's sampler take log-probabilities from the same two kernels, `logits` and `log_normalizer`; a token drawn from a
 truncated distribution is normalised on both sides over the ids that the sampler recorded (`sampling_mask.py`).
+
+A backend that fuses does a chunk without masks in few passes (`score`, `logits_grad`); the gradient of its logits is rounded to
+BF16, both products read that and the BF16 weight, and the weight's gradient is summed over chunks in FP32.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.kernels.fused import FusedKernels
+from lockstep.kernels.reference import PackedWeight
 from lockstep.kernels.table import Kernels
-from lockstep.nn.sampling_mask import SamplingMask
+from lockstep.nn.rows import add_rows
+from lockstep.nn.sampling_mask import KeptRows, SamplingMask
 from lockstep.nn.working import Working
 from lockstep.numerics.flow import Flow
 from lockstep.numerics.formats import BF16
 
 CHUNK = 256
-"""Rows of logits held at a time."""
+"""Rows of logits held at a time on a CPU."""
+LOGITS_BYTES = 1 << 30
+"""FP32 logits held at a time by a backend that fuses: more rows make faster products."""
+CHUNKS = 2
+"""Chunks whose BF16 gradients are multiplied together, since adding to an FP32 gradient of all weights costs as much as a
+product of 500 rows."""
 
 
 class Table(Working):
@@ -51,6 +63,11 @@ class Table(Working):
         return _LogProbs.apply(h_TK, self.weight, targets_T, temperature_T, self, mask)  # type: ignore[no-any-return]
 
 
+def chunk_rows(kernels: Kernels, vocabulary: int) -> int:
+    """Rows of logits to hold at a time; values don't depend on it."""
+    return max(LOGITS_BYTES // (4 * vocabulary) // 128, 1) * 128 if kernels.fused else CHUNK
+
+
 def target_log_prob(logits_TV: Tensor, log_normalizer_T: Tensor, targets_T: Tensor) -> Tensor:
     """log p of the targets, [T] FP32: the one subtraction that trainer and sampler share."""
     return logits_TV.gather(1, targets_T[:, None])[:, 0] - log_normalizer_T
@@ -60,15 +77,14 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids_T: Tensor, weight: Tensor, table: Table) -> Tensor:
         ctx.save_for_backward(ids_T)
-        ctx.shape = weight.shape
+        ctx.count = len(weight)
         assert table.working.plain is not None
         return F.embedding(ids_T, table.working.plain)
 
     @staticmethod
     def backward(ctx: Any, grad_TK: Tensor) -> Any:
         (ids_T,) = ctx.saved_tensors
-        dw = torch.zeros(ctx.shape, device=grad_TK.device)
-        return None, dw.index_add_(0, ids_T, grad_TK.float()), None
+        return None, add_rows(grad_TK, ids_T, ctx.count), None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -82,49 +98,144 @@ class _LogProbs(torch.autograd.Function):
         table: Table,
         mask: SamplingMask | None,
     ) -> Any:
-        kernels = table.kernels
-        log_probs, normalizers, entropies = [], [], []
-        for start in range(0, len(h_TK), CHUNK):
-            rows = slice(start, start + CHUNK)
-            logits = kernels.logits(h_TK[rows], table.working, temperature_T[rows])
-            normalizer = kernels.log_normalizer(logits)
-            kept = None if mask is None else mask.rows(start, start + len(logits))
-            if kept is None:
-                log_probs.append(target_log_prob(logits, normalizer, targets_T[rows]))
-                entropies.append(kernels.entropy(logits, normalizer))
-            else:
-                normalizer = kept.log_normalizer(logits, normalizer)
-                log_probs.append(target_log_prob(logits, normalizer, targets_T[rows]))
-                entropy = kept.entropy(logits, normalizer)
-                entropies.append(torch.where(kept.recorded_C, entropy, kernels.entropy(logits, normalizer)))
-            normalizers.append(normalizer)
+        chunk = chunk_rows(table.kernels, len(weight))
+        parts = []
+        for start in range(0, len(h_TK), chunk):
+            rows = slice(start, min(start + chunk, len(h_TK)))
+            kept = None if mask is None else mask.rows(rows.start, rows.stop)
+            parts.append(_scored(table, h_TK[rows], targets_T[rows], temperature_T[rows], kept))
+        log_prob_T, normalizer_T, entropy_T = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.table, ctx.mask = table, mask
-        entropy_T, normalizer_T = torch.cat(entropies), torch.cat(normalizers)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(h_TK, targets_T, temperature_T, normalizer_T, entropy_T)
-        return torch.cat(log_probs), entropy_T
+        return log_prob_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor, grad_entropy_T: Tensor) -> Any:
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_T: Tensor | None, grad_entropy_T: Tensor | None) -> Any:
         h_TK, targets_T, temperature_T, normalizer_T, entropy_T = ctx.saved_tensors
-        kernels, working = ctx.table.kernels, ctx.table.working
-        weight = working.dense if working.dense.dtype == torch.float32 else working.plain.float()
-        dh = torch.empty(h_TK.shape, device=h_TK.device)
+        grad_T = torch.zeros_like(entropy_T) if grad_T is None else grad_T.contiguous()
+        grad_entropy_T = None if grad_entropy_T is None else grad_entropy_T.contiguous()
+        gradient = _LogitsGradient(
+            ctx.table,
+            ctx.mask,
+            h_TK,
+            targets_T,
+            temperature_T,
+            normalizer_T,
+            entropy_T,
+            grad_T,
+            grad_entropy_T,
+        )
+        dh_TK, dw = gradient.products(needs_weight=ctx.needs_input_grad[1])
+        return dh_TK, dw, None, None, None, None
+
+
+def _scored(
+    table: Table, h_CK: Tensor, targets_C: Tensor, temperature_C: Tensor, kept: KeptRows | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probability, log-normalizer, entropy) [C] of one chunk."""
+    kernels = table.kernels
+    if kernels.fused and kept is None:
+        return _fused(kernels).score(h_CK, table.working, targets_C, temperature_C)
+    logits = kernels.logits(h_CK, table.working, temperature_C)
+    normalizer = kernels.log_normalizer(logits)
+    if kept is None:
+        log_prob = target_log_prob(logits, normalizer, targets_C)
+        return log_prob, normalizer, kernels.entropy(logits, normalizer)
+    normalizer = kept.log_normalizer(logits, normalizer)
+    log_prob = target_log_prob(logits, normalizer, targets_C)
+    entropy = kept.entropy(logits, normalizer)
+    entropy = torch.where(kept.recorded_C, entropy, kernels.entropy(logits, normalizer))
+    return log_prob, normalizer, entropy
+
+
+@dataclass(frozen=True)
+class _LogitsGradient:
+    """What the gradient of all rows' logits is made from, chunk by chunk."""
+
+    table: Table
+    mask: SamplingMask | None
+    h_TK: Tensor
+    targets_T: Tensor
+    temperature_T: Tensor
+    normalizer_T: Tensor
+    entropy_T: Tensor
+    grad_T: Tensor
+    grad_entropy_T: Tensor | None
+
+    def products(self, *, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
+        """(dh [T, K] in h's type, dw [V, K] FP32)."""
+        working = self.table.working
+        assert working.plain is not None
+        if self.table.kernels.fused:
+            return self._fused_products(working, needs_weight=needs_weight)
+        dense = working.dense
+        weight = dense if dense is not None and dense.dtype == torch.float32 else working.plain.float()
+        dh = torch.empty(self.h_TK.shape, device=self.h_TK.device)
         dw = torch.zeros_like(weight)
-        needs_entropy = bool((grad_entropy_T != 0).any())
-        for start in range(0, len(h_TK), CHUNK):
-            rows = slice(start, start + CHUNK)
-            h = h_TK[rows]
-            log_p = kernels.logits(h, working, temperature_T[rows]).sub_(normalizer_T[rows, None])
-            p = log_p.exp()
-            kept = None if ctx.mask is None else ctx.mask.rows(start, start + len(h))
-            if kept is not None:
-                outside = kept.outside(p.shape[1])
-                p, log_p = p.masked_fill_(outside, 0.0), log_p.masked_fill_(outside, 0.0)
-            d = p * -grad_T[rows, None]
-            if needs_entropy:
-                d -= grad_entropy_T[rows, None] * p * (log_p + entropy_T[rows, None])
-            d.scatter_add_(1, targets_T[rows, None], grad_T[rows, None])
-            d.div_(temperature_T[rows, None])
+        has_entropy = self.grad_entropy_T is not None and bool((self.grad_entropy_T != 0).any())
+        for start in range(0, len(dh), CHUNK):
+            rows = slice(start, min(start + CHUNK, len(dh)))
+            d = self._chunk(rows, has_entropy=has_entropy)
             dh[rows] = d @ weight
-            dw.addmm_(d.t(), h.float())
-        return dh.to(h_TK.dtype), dw, None, None, None, None
+            dw.addmm_(d.t(), self.h_TK[rows].float())
+        return dh.to(self.h_TK.dtype), dw
+
+    def _fused_products(self, working: PackedWeight, *, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
+        kernels, plain = _fused(self.table.kernels), working.plain
+        assert plain is not None
+        dh, dw = torch.empty_like(self.h_TK), None
+        chunk = chunk_rows(self.table.kernels, len(plain))
+        for first in range(0, len(dh), CHUNKS * chunk):
+            end = min(first + CHUNKS * chunk, len(dh))
+            d = torch.empty(end - first, len(plain), dtype=torch.bfloat16, device=dh.device)
+            for start in range(first, end, chunk):
+                self._fused_chunk(
+                    slice(start, min(start + chunk, end)), d[start - first : start - first + chunk]
+                )
+            h = self.h_TK[first:end]
+            dh[first:end] = kernels.linear_dgrad(d, working)
+            if needs_weight and dw is None:
+                dw = kernels.linear_wgrad(d, h)
+            elif dw is not None:
+                kernels.add_wgrad(dw, d, h)
+        return dh, torch.zeros(plain.shape, device=dh.device) if needs_weight and dw is None else dw
+
+    def _fused_chunk(self, rows: slice, out_CV: Tensor) -> None:
+        if self.mask is not None and self.mask.rows(rows.start, rows.stop) is not None:
+            out_CV.copy_(self._chunk(rows, has_entropy=self.grad_entropy_T is not None))
+            return
+        _fused(self.table.kernels).logits_grad(
+            self.h_TK[rows],
+            self.table.working,
+            self.targets_T[rows],
+            self.temperature_T[rows],
+            self.normalizer_T[rows],
+            self.entropy_T[rows],
+            self.grad_T[rows],
+            None if self.grad_entropy_T is None else self.grad_entropy_T[rows],
+            out_CV,
+        )
+
+    def _chunk(self, rows: slice, *, has_entropy: bool) -> Tensor:
+        """Gradient [C, V] FP32 of the raw logits of some rows."""
+        h, grad = self.h_TK[rows], self.grad_T[rows, None]
+        logits = self.table.kernels.logits(h, self.table.working, self.temperature_T[rows])
+        log_p = logits.sub_(self.normalizer_T[rows, None])
+        p = log_p.exp()
+        kept = None if self.mask is None else self.mask.rows(rows.start, rows.stop)
+        if kept is not None:
+            outside = kept.outside(p.shape[1])
+            p, log_p = p.masked_fill_(outside, 0.0), log_p.masked_fill_(outside, 0.0)
+        d = p * -grad
+        if has_entropy:
+            assert self.grad_entropy_T is not None
+            d -= self.grad_entropy_T[rows, None] * p * (log_p + self.entropy_T[rows, None])
+        d.scatter_add_(1, self.targets_T[rows, None], grad)
+        return d.div_(self.temperature_T[rows, None])
+
+
+def _fused(kernels: Kernels) -> FusedKernels:
+    known: Any = kernels
+    return known  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ContractError
+from lockstep.kernels.fused import FusedKernels
 from lockstep.numerics.formats import ScaleKind
 from lockstep.numerics.quantize import scale_from_amax
 
@@ -101,6 +102,19 @@ class AmaxCollector:
         for mask in beyond:
             self._saturated += mask.sum()
             self._elements += mask.numel()
+
+    def watch(
+        self,
+        layer: int,
+        k_SGD: Tensor,
+        v_SGD: Tensor,
+        scales: tuple[Tensor, Tensor] | None,
+        kernels: FusedKernels,
+    ) -> None:
+        """`see`, and with a layer's scales `count`, by an operation of a backend that fuses."""
+        kernels.watch_kv(k_SGD, v_SGD, scales, self._maxima[:, layer], self._saturated)
+        if scales is not None:
+            self._elements += k_SGD.numel() + v_SGD.numel()
 
     def read(self) -> KVMaxima:
         """What was seen so far, in one transfer. Raises ContractError naming the first layer with a non-finite key or value:

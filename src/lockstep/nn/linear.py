@@ -17,16 +17,16 @@ Next: `../kernels/reference.py` for the products, `working.py` for the codes.
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.kernels.reference import PackedWeight
+from lockstep.kernels.renew import Renewed, Source
 from lockstep.kernels.table import Kernels
-from lockstep.nn.working import Refreshed, Working
+from lockstep.nn.working import Held, Refreshed, Working
 from lockstep.numerics.flow import Flow
 from lockstep.numerics.formats import BF16
 from lockstep.numerics.quantize import Quantized, quantize, values_of
@@ -48,27 +48,31 @@ class Linear(Working):
 
         self.working_bias: Tensor | None = None
 
-    def refresh(self, name: str) -> Refreshed:
-        """Remakes the working copies of weight and bias; both are one record."""
-        record = super().refresh(name)
-        if self.bias is None:
-            return record
-        bias, old = self.bias.detach().to(self.activation), self.working_bias
-        if not bool(torch.isfinite(bias).all()):
-            raise ValueError(f"{name.removesuffix('weight')}bias: non-finite value in a bias")
-        self.working_bias = bias
-        return replace(
-            record,
-            nbytes=record.nbytes + bias.nbytes,
-            numel=record.numel + bias.numel(),
-            changed=record.changed + (bias.numel() if old is None else int((old != bias).sum())),
-        )
+    @property
+    def parts(self) -> int:
+        """See `Working.parts`; the bias follows the weight."""
+        return 1 if self.bias is None else 2
 
-    def update_digest(self, h: hashlib._Hash) -> None:
-        """See `Working.update_digest`; the bias follows the weight."""
-        super().update_digest(h)
-        if self.working_bias is not None:
-            h.update(self.working_bias.view(torch.uint8).cpu().numpy().data)
+    def sources(self, name: str, reserved: PackedWeight | None = None) -> list[Source]:
+        """See `Working.sources`."""
+        weight = super().sources(name, reserved)
+        if self.bias is None:
+            return weight
+        old = self.working_bias
+        held = None if old is None else PackedWeight(None, old, None)
+        name = f"{name.removesuffix('weight')}bias"
+        return [*weight, Source(name, self.bias.detach(), BF16, self.activation, held, bias=True)]
+
+    def take(self, name: str, renewed: Sequence[Renewed]) -> Refreshed:
+        """See `Working.take`."""
+        if self.bias is not None and self.working_bias is not renewed[1].packed.plain:
+            self.working_bias = renewed[1].packed.plain
+        return super().take(name, renewed)
+
+    def held(self) -> list[Held]:
+        """See `Working.held`."""
+        weight = super().held()
+        return weight if self.working_bias is None else [*weight, Held(self.working_bias, None)]
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """[T, K] to [T, N]."""
@@ -83,8 +87,6 @@ class Projection:
         assert len({linear.fp8 for linear in linears}) == 1, "linears that share an input share its format"
         self.linears = linears
         self.sizes = [linear.weight.shape[0] for linear in linears]
-        self._stacked: PackedWeight | None = None
-        self._seen: tuple[PackedWeight | None, ...] = ()
 
     def __call__(self, x_TK: Tensor) -> tuple[Tensor, ...]:
         """The outputs [T, N] of every linear for one input."""
@@ -98,18 +100,26 @@ class Projection:
         return _Project.apply(x_TK, self, *parameters)  # type: ignore[no-any-return]
 
     def stacked(self) -> PackedWeight | None:
-        """The working copies as one weight, remade when one of them was; their dense values then live in the stack."""
+        """The working copies as one weight, of which each is a view; made when they aren't yet. None where the backend
+        multiplies them singly."""
+        first = self.linears[0].working
         if len(self.linears) == 1:
-            return self.linears[0].working if self.linears[0].working.dense is not None else None
-        if any(a is not b.packed for a, b in zip(self._seen, self.linears, strict=False)) or not self._seen:
-            self._stacked = self.linears[0].kernels.fuse([linear.working for linear in self.linears])
-            if self._stacked is not None:
-                working = [linear.working for linear in self.linears]
-                parts = self.linears[0].kernels.parts_of(self._stacked, working)
-                for linear, part in zip(self.linears, parts, strict=True):
-                    linear.packed = part
-            self._seen = tuple(linear.packed for linear in self.linears)
-        return self._stacked
+            return first if first.dense is not None else None
+        if first.stack is None or any(linear.working.stack is not first.stack for linear in self.linears):
+            parts = self.linears[0].kernels.fuse([linear.working for linear in self.linears])
+            if parts is None:
+                return None
+            for linear, part in zip(self.linears, parts, strict=True):
+                linear.packed = part
+            return parts[0].stack
+        return first.stack
+
+    def reserve(self) -> dict[Working, PackedWeight]:
+        """Storage for first working copies that are views of a stack from the start, where the backend has such."""
+        if len(self.linears) == 1 or any(linear.packed is not None for linear in self.linears):
+            return {}
+        places = self.linears[0].kernels.reserve([linear.sources("")[0] for linear in self.linears])
+        return {} if places is None else dict(zip(self.linears, places, strict=True))
 
 
 class _Project(torch.autograd.Function):

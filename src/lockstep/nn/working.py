@@ -6,26 +6,28 @@ is the FP32 master and not its BF16 rounding: a pretrained BF16 weight sits in t
 learning rate of 5e-6 it takes dozens of steps until it leaves it. Codes from the masters follow from the first step, since
 weights lie anywhere between two code thresholds.
 
-Next: `linear.py`, where the working copy is FP8 codes.
+Next: `linear.py`, where the working copy is FP8 codes; `../kernels/renew.py`, which makes it.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.kernels.reference import PackedWeight
+from lockstep.kernels.renew import Renewed, Source
 from lockstep.kernels.table import Kernels
+from lockstep.numerics.fingerprint import Fingerprint
 from lockstep.numerics.formats import Operand
-from lockstep.numerics.quantize import quantize
 
 
 @dataclass(frozen=True)
 class Refreshed:
-    """What one refresh did to one tensor. `changed` counts codes (or BF16 values) that differ from the last version;
+    """What one refresh did to one tensor. `changed` counts codes (or BF16 values) that differ from the last version in any bit;
     `max_rel` is the largest quantization error as a share of the tensor's largest value."""
 
     name: str
@@ -37,6 +39,33 @@ class Refreshed:
     max_rel: float
 
 
+@dataclass(frozen=True)
+class Held:
+    """One tensor of a working copy: codes with scales [ceil(N / 128), ceil(K / 128)], or plain values."""
+
+    value: Tensor
+    scale: Tensor | None
+
+    def description(self) -> str:
+        """What a fingerprint leaves out. Codes and plain values of equal bytes are different weights."""
+        return f"{'codes' if self.scale is not None else str(self.value.dtype)} {list(self.value.shape)}"
+
+
+@dataclass
+class Known:
+    """Fingerprints that a refresh made on its way, with the tensors they are of; both empty when it made none."""
+
+    held: Sequence[Held] = ()
+    found: Sequence[Fingerprint] = ()
+
+    def of(self, held: Sequence[Held]) -> Sequence[Fingerprint] | None:
+        """The fingerprints, as long as these are the tensors that the refresh wrote."""
+        if len(self.held) != len(held):
+            return None
+        same = all(a.value is b.value and a.scale is b.scale for a, b in zip(self.held, held, strict=True))
+        return self.found if same else None
+
+
 class Working(nn.Module):
     """A module with one FP32 master `weight` and its working copy `packed`."""
 
@@ -46,6 +75,7 @@ class Working(nn.Module):
         super().__init__()
         self.kernels, self.operand, self.activation = kernels, operand, activation
         self.packed: PackedWeight | None = None
+        self.known = Known()
 
     @property
     def working(self) -> PackedWeight:
@@ -55,39 +85,66 @@ class Working(nn.Module):
 
     def refresh(self, name: str) -> Refreshed:
         """Remakes the working copy from the master. Raises ValueError when the master holds NaN or infinity."""
-        source = self.weight.detach()
-        source = source if self.operand.is_fp8 else source.to(self.activation)
-        old = self.packed
-        if self.operand.is_fp8:
-            try:
-                codes = quantize(source, self.operand)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-            changed = codes.codes.numel()
-            if old is not None and old.codes is not None:
-                before, after = old.codes.codes.view(torch.uint8), codes.codes.view(torch.uint8)
-                changed = int((before != after).sum())
-            self.packed = self.kernels.pack(codes)
-            dense = self.packed.dense if self.packed.dense is not None else codes.dequantize()
-            peak = float(source.abs().max())
-            error_max = float((dense - source.float()).abs().max())
-            rel = error_max / peak if peak else 0.0
-        else:
-            if not bool(torch.isfinite(source).all()):
-                raise ValueError(f"{name}: non-finite value in a weight")
-            same = old is not None and old.plain is not None
-            changed = int((old.plain != source).sum()) if same else source.numel()  # type: ignore[union-attr]
-            self.packed, rel = self.kernels.pack(source), 0.0
-        shape = tuple(self.weight.shape)
-        return Refreshed(name, str(self.operand), shape, self.packed.nbytes, source.numel(), changed, rel)
+        return refresh([(name, self)])[0]
 
-    def update_digest(self, h: hashlib._Hash) -> None:
-        """Feeds the working copy's bytes (codes and scales, or plain values) into a hash."""
+    @property
+    def parts(self) -> int:
+        """How many tensors the working copy is made of, codes and scales counted once."""
+        return 1
+
+    def sources(self, name: str, reserved: PackedWeight | None = None) -> list[Source]:
+        """What is to be remade, `parts` of them. reserved: storage for a first working copy."""
+        self.known.held = self.known.found = ()
+        held, fresh = (reserved, reserved is not None) if self.packed is None else (self.packed, False)
+        return [Source(name, self.weight.detach(), self.operand, self.activation, held, fresh)]
+
+    def take(self, name: str, renewed: Sequence[Renewed]) -> Refreshed:
+        """Uses what was made of `sources`; all of it is one record."""
+        if self.packed is not renewed[0].packed:
+            self.packed = renewed[0].packed
+        held, found = self.held(), [r.fingerprint for r in renewed if r.fingerprint is not None]
+        if len(found) == len(held):
+            self.known.held, self.known.found = held, found
+        return Refreshed(
+            name,
+            str(self.operand),
+            tuple(self.weight.shape),
+            nbytes=sum(r.packed.nbytes for r in renewed),
+            numel=sum(h.value.numel() for h in held),
+            changed=sum(r.changed for r in renewed),
+            max_rel=renewed[0].max_rel,
+        )
+
+    def held(self) -> list[Held]:
+        """The working copy's tensors, `parts` of them."""
         packed = self.working
         if packed.codes is not None:
-            parts = [packed.codes.codes.view(torch.uint8), packed.codes.scale]
-        else:
-            assert packed.plain is not None
-            parts = [packed.plain.contiguous().view(torch.uint8)]
-        for part in parts:
-            h.update(part.contiguous().cpu().numpy().data)
+            return [Held(packed.codes.codes, packed.codes.scale)]
+        assert packed.plain is not None
+        return [Held(packed.plain, None)]
+
+
+def refresh(
+    modules: Sequence[tuple[str, Working]], reserved: Mapping[Working, PackedWeight] | None = None
+) -> list[Refreshed]:
+    """Remakes the working copies of all modules, which share one backend; reserved: storage of first ones.
+
+    Raises ValueError that names the first master with NaN or infinity. Working copies may be of either version then.
+    """
+    if not modules:
+        return []
+    reserved = reserved or {}
+    with torch.no_grad():
+        sources = (s for name, m in modules for s in m.sources(name, reserved.get(m)))
+        renewed = modules[0][1].kernels.refresh(sources)
+        return [module.take(name, list(islice(renewed, module.parts))) for name, module in modules]
+
+
+def fingerprints(modules: Sequence[Working]) -> list[list[tuple[Held, Fingerprint]]]:
+    """Every tensor of every module with its fingerprint, read anew where the refresh didn't leave it."""
+    held = [module.held() for module in modules]
+    found = [module.known.of(parts) for module, parts in zip(modules, held, strict=True)]
+    unknown = [h for parts, known in zip(held, found, strict=True) if known is None for h in parts]
+    made = iter(modules[0].kernels.fingerprints([(h.value, h.scale) for h in unknown]) if unknown else ())
+    pairs = zip(held, found, strict=True)
+    return [list(zip(parts, known or islice(made, len(parts)), strict=True)) for parts, known in pairs]

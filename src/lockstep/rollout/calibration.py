@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ContractError
-from lockstep.kernels.attention_index import Run, build_index
+from lockstep.kernels.attention_index import Run
 from lockstep.kernels.table import Kernels
 from lockstep.models.decoder import Decoder
-from lockstep.nn.context import PackedContext
+from lockstep.nn.context import AttentionContext
 from lockstep.nn.kv_scales import AmaxCollector, KVMaxima, KVScales
+from lockstep.nn.packed import packed_context
 from lockstep.numerics.formats import ScaleKind
 from lockstep.rollout.engine import EmbeddedEngine
 
@@ -43,9 +44,10 @@ def calibrate_from_engine(
 def measure_kv(decoder: Decoder, prompts: Sequence[tuple[int, ...]]) -> KVMaxima:
     """Absolute maxima of a decoder's keys and values over whole prompts. Raises ContractError when one isn't finite."""
     spec = decoder.spec
-    device = next(decoder.parameters()).device
+    device = decoder.device
     collector = AmaxCollector(spec.num_layers, spec.num_kv_heads, device)
     group = spec.query_group
+    decoder.model.rope.reserve(max(map(len, prompts)), device)
     try:
         with torch.no_grad():
             for some in _batches(prompts):
@@ -62,7 +64,7 @@ def prompt_context(
     kernels: Kernels,
     collector: AmaxCollector,
     device: torch.device | None = None,
-) -> tuple[Tensor, PackedContext]:
+) -> tuple[Tensor, AttentionContext]:
     """(ids, context) of a forward over whole prompts that gathers KV maxima; `group` is the number of query heads for each KV
     head."""
     runs, start = [], 0
@@ -70,7 +72,7 @@ def prompt_context(
         runs.append(Run(start, len(prompt), 0, torch.arange(start, start + len(prompt))))
         start += len(prompt)
     positions = torch.cat([torch.arange(len(p)) for p in prompts]).to(device)
-    context = PackedContext(positions, build_index(runs, group, device), kernels, collector=collector)
+    context = packed_context(positions, kernels.index(runs, group, device), kernels, collector=collector)
     return torch.tensor([t for p in prompts for t in p], device=device), context
 
 

@@ -12,6 +12,7 @@ Next: `decode_state.py` for the step, `scheduler.py` for admission and preemptio
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Flight:
 
 
 class DecodeLoop:
-    """Runs the sequences of one generation to their ends."""
+    """Runs the sequences of one generation to their ends. waited: seconds in which the host had nothing to do."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class DecodeLoop:
         self.row_of: dict[Sequence, int] = {}
         self.flights: deque[Flight] = deque()
         self.finished = self.windows = 0
+        self.waited = 0.0
         self._staging = [
             torch.zeros(state.table.shape, dtype=torch.int32).pin_memory() for _ in range(AHEAD + 2)
         ]
@@ -73,12 +75,23 @@ class DecodeLoop:
     def advance(self) -> None:
         """Admits, launches one window, and reads the oldest in flight."""
         self.admit()
-        if self.row_of:
+        launching = self.unfinished()
+        if launching:
             self.reserve()
-        if self.row_of:
+            launching = bool(self.row_of)
+        if launching:
             self.launch()
-        while len(self.flights) > (AHEAD if self.row_of else 0):
+        while len(self.flights) > (AHEAD if launching else 0):
             self.read()
+
+    def unfinished(self) -> bool:
+        """Whether some sequence may draw more tokens than are in flight for it already."""
+        flying: dict[Sequence, int] = dict.fromkeys(self.row_of, 0)
+        for flight in self.flights:
+            for owner in flight.owners:
+                if owner in flying:
+                    flying[owner] += len(flight.token)
+        return any(len(s.output) + n < s.group.request.params.max_tokens for s, n in flying.items())
 
     def admit(self) -> None:
         """Prefills waiting prompts into free rows until nothing more fits."""
@@ -181,7 +194,9 @@ class DecodeLoop:
         Raises ContractError when a key or value was not finite.
         """
         flight = self.flights.popleft()
+        begun = time.perf_counter()
         flight.event.synchronize()
+        self.waited += time.perf_counter() - begun
         if int(flight.flag):
             raise ContractError("non-finite key or value on its way into the cache")
         tokens, logps = flight.token.t().tolist(), flight.logp.t().tolist()

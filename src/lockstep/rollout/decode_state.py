@@ -77,9 +77,10 @@ class DecodeState:
             self.scales.v.copy_(scales.v)
 
     def check_storage(self) -> None:
-        """Forgets captured steps when a working copy has moved to other storage since."""
+        """Forgets captured steps when a working copy has moved to other storage since, or the rotary table has grown."""
         self.decoder.stack()
-        signature = tuple(
+        rope = self.decoder.model.rope.table_PD
+        places = (
             tensor.data_ptr()
             for _, module in self.decoder.working()
             for tensor in (
@@ -88,6 +89,7 @@ class DecodeState:
             )
             if tensor is not None
         )
+        signature = (len(rope), rope.data_ptr(), *places)
         if signature != self._signature:
             self._signature = signature
             self._captured.clear()

@@ -36,7 +36,7 @@ class EmbeddedEngine:
     """Implements `rollout.types.Engine` in this process.
 
     detokenize: token ids to text, needed only for requests with stop strings. `preemptions` counts sequences that had to give
-    their pages back, `recalled` tokens that were found in the prefix cache.
+    their pages back, `recalled` tokens that were found in the prefix cache, `waited` seconds of a host with nothing to do.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class EmbeddedEngine:
         self.state: DecodeState | None = None
         self.preemptions = self.recalled = 0
         self.steps = 0
+        self.waited = 0.0
 
     @property
     def version(self) -> int:
@@ -178,6 +179,7 @@ class EmbeddedEngine:
         while loop.flights:
             loop.read()
         self.steps += loop.windows * state.window
+        self.waited += loop.waited
 
     def _step(self, scheduler: Scheduler, seed: int, step: int) -> int:
         """One engine step; the number of sequences that finished."""

@@ -30,7 +30,7 @@ class Echo:
 
 @dataclass(frozen=True)
 class Receipt:
-    """One publication. `digest` is the SHA-256 of the weights the engine holds, `scales_digest` of the KV scales it uses
+    """One publication. `digest` is `Decoder.digest` of the weights the engine holds, `scales_digest` of the KV scales it uses
     (empty with a BF16 KV cache); `changed_pct` the share of codes (BF16 values where a tensor has no codes) that differ from
     the version before; `max_rel_err` the largest quantization error relative to its tensor's largest value, with the
     tensor's name."""

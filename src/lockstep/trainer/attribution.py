@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ from lockstep.numerics.flow import Flow
 from lockstep.sync.publish import Publisher
 from lockstep.trainer.checkpoint import Progress, list_checkpoints, load_weights, read_progress
 from lockstep.trainer.probe import FLOW_PARTS, Probe, ProbeSpec, Say, mixed_flow
-from lockstep.trainer.setup import Parts, make_flows, make_parts, prepare_model
+from lockstep.trainer.recipes import prepare_model
+from lockstep.trainer.setup import Parts, make_flows, make_parts
 from lockstep.trainer.spec import RunSpec
 from lockstep.trainer.suggestion import Suggestion, suggest
 
@@ -206,7 +207,16 @@ def open_run(spec: RunSpec, size: ProbeSpec, run_dir: Path | None) -> Opened:
     saved = [] if run_dir is None else list_checkpoints(run_dir / "checkpoints")
     kept = read_progress(saved[-1]).controller.get("kept_layers", []) if saved else []
     layers = tuple(sorted({*spec.flow.keep_bf16_layers, *kept}))
-    spec = replace(spec, flow=replace(spec.flow, keep_bf16_layers=layers))
+    if spec.kernels == "hopper":
+        raise ConfigError(
+            "attribution has no form on a GPU",
+            where="kernels",
+            why="it switches single operands, for which there are reference kernels only",
+            fix="add kernels=reference",
+        )
+    kernels: Literal["reference", "exact"] = "exact" if spec.kernels == "exact" else "reference"
+    update = replace(spec.update, checkpointing=False, save_fp8=False)
+    spec = replace(spec, flow=replace(spec.flow, keep_bf16_layers=layers), kernels=kernels, update=update)
     flows = make_flows(spec, load_config(prepare_model(spec.model)))
     if flows.unified and len(saved) < 2:
         raise ConfigError(

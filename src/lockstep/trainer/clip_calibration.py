@@ -19,10 +19,11 @@ from torch import Tensor
 from lockstep.algorithms import LossInput
 from lockstep.algorithms.calibration import ClipBounds, calibrated_bounds
 from lockstep.algorithms.spec import Recipe
+from lockstep.models.build import sharing_decoder
 from lockstep.models.decoder import Decoder
 from lockstep.numerics.flow import bf16_flow
 from lockstep.trainer.microbatch import MicroBatch
-from lockstep.trainer.sample import Sample
+from lockstep.trainer.sample import Sample, by_sample
 from lockstep.trainer.setup import Parts
 
 SMOOTHING = 0.5
@@ -53,9 +54,8 @@ class ClipCalibrator:
         """Before the first optimizer step, with the micro-batches of the last mini-batch."""
         decoder = self._reference()
         for samples, micro in micros:
-            log_p = _log_probs(decoder, micro)
-            for i, sample in enumerate(samples):
-                self._old[id(sample)] = log_p[micro.sample_N == i]
+            old = by_sample(samples, _log_probs(decoder, micro))
+            self._old |= {id(s): own_N for s, own_N in zip(samples, old, strict=True)}
         self.measuring = True
 
     def due(self) -> bool:
@@ -100,8 +100,7 @@ class ClipCalibrator:
         if not decoder.flow.is_fp8 and not decoder.flow.kv_fp8:
             return decoder
         if self._shadow is None:
-            self._shadow = Decoder(decoder.spec, bf16_flow(), decoder.kernels)
-            self._shadow.share_masters(decoder)
+            self._shadow = sharing_decoder(decoder, bf16_flow())
         self._shadow.refresh(decoder.version)
         return self._shadow
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from lockstep.correction.controller import Controller, Order, State
 from lockstep.correction.mismatch import Mismatch
 from lockstep.errors import ConfigError, ContractError
-from lockstep.models.decoder import Decoder
+from lockstep.models.build import sharing_decoder
 from lockstep.numerics.flow import Flow, FlowPair
 from lockstep.trainer.sample import Sample
 from lockstep.trainer.update import Scales, Updater
@@ -152,23 +152,18 @@ def use_flows(trainer: Trainer, flows: FlowPair) -> None:
     copies until the next publication."""
     parts = trainer.parts
     decoder = (
-        parts.decoder if flows.trainer == parts.flows.trainer else _rebuilt(parts.decoder, flows.trainer)
+        parts.decoder
+        if flows.trainer == parts.flows.trainer
+        else sharing_decoder(parts.decoder, flows.trainer)
     )
-    rollout = decoder if flows.unified else _rebuilt(decoder, flows.rollout)
+    rollout = decoder if flows.unified else sharing_decoder(decoder, flows.rollout)
     parts.flows, parts.decoder = flows, decoder
     parts.engine.use(rollout)
     trainer.publisher.trainer = decoder
     reference = trainer.updater.reference
     if reference is not None and reference.flow != decoder.flow:
-        trainer.updater.reference = _rebuilt(reference, decoder.flow)
+        trainer.updater.reference = sharing_decoder(reference, decoder.flow)
         trainer.updater.reference.refresh(0)
-
-
-def _rebuilt(decoder: Decoder, flow: Flow) -> Decoder:
-    """A decoder of another flow over the same masters."""
-    new = Decoder(decoder.spec, flow, decoder.kernels)
-    new.share_masters(decoder)
-    return new
 
 
 def self_mismatch(updater: Updater, samples: list[Sample], scales: Scales) -> Mismatch:

@@ -35,6 +35,7 @@ from lockstep.rewards.evaluate import Rewards
 from lockstep.rollout.types import Completion, Request
 from lockstep.sync.publish import Publisher
 from lockstep.sync.receipt import Receipt
+from lockstep.trainer.backend import choice
 from lockstep.trainer.checkpoint import Progress, list_checkpoints, load_checkpoint, save_checkpoint
 from lockstep.trainer.control import Control
 from lockstep.trainer.evaluation import Evaluator
@@ -72,8 +73,8 @@ class Trainer:
         self.updater = Updater(parts, self.recipe, self.optimizer)
         self.evaluator = Evaluator(parts, rewards) if spec.eval.every else None
         self.progress = Progress()
-        self.history = ScaleHistory(spec.flow, next(parts.decoder.parameters()).device)
-        self.timer = PhaseTimer()
+        self.history = ScaleHistory(spec.flow, parts.device)
+        self.timer = PhaseTimer(wait=torch.cuda.synchronize if parts.device.type == "cuda" else None)
         self.receipt: Receipt | None = None
         self.run_dir = Path(spec.run_dir)
         self.force_recalibrate = False
@@ -82,6 +83,9 @@ class Trainer:
     def run(self, resume: str = "auto", config_yaml: str = "") -> RunResult:
         """Trains from the newest checkpoint (or the beginning) to the last step, and exports the model."""
         metrics: dict[str, float] = {}
+        told = choice(self.spec, self.parts.kernels)
+        if told is not None:
+            self.logger.note(told)
         resumed = self.resume(resume)
         if config_yaml:
             self.logger.folder.config_file.write_text(config_yaml)
@@ -339,8 +343,9 @@ class Trainer:
         )
 
     def config(self) -> dict[str, Any]:
-        """The run's specification as plain data, with the fingerprint of the data it names."""
-        return {**asdict(self.spec), "data_fingerprint": self.parts.fingerprint}
+        """The run's specification as plain data, with the kernels that `auto` took and the fingerprint of the data it names."""
+        kernels = self.parts.kernels.name
+        return {**asdict(self.spec), "kernels": kernels, "data_fingerprint": self.parts.fingerprint}
 
     def export(self) -> None:
         """The trained weights as a Hugging Face checkpoint."""

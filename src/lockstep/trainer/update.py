@@ -10,8 +10,8 @@ Next: `corrector.py` for the correction, `microbatch.py` for the rows, `../algor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,19 +28,30 @@ from lockstep.correction.presets import Correction
 from lockstep.correction.tighten import tighten
 from lockstep.data.packing import GroupLengths, fill_ratio, pack
 from lockstep.errors import CheckpointError, ContractError
+from lockstep.models.build import empty_decoder
 from lockstep.models.decoder import Decoder
 from lockstep.nn.kv_scales import AmaxCollector, KVMaxima, KVScales
 from lockstep.trainer.clip_calibration import ClipCalibrator
 from lockstep.trainer.corrector import Corrector, is_about_rejection
-from lockstep.trainer.microbatch import MicroBatch, make_microbatch
+from lockstep.trainer.microbatch import MicroBatch
 from lockstep.trainer.optimizer import Optimizer
 from lockstep.trainer.route_replay import expert_load
-from lockstep.trainer.sample import Sample
+from lockstep.trainer.sample import Sample, by_sample
 from lockstep.trainer.scale_history import ScaleHistory
 from lockstep.trainer.setup import Parts
 
 Scales = ScaleHistory | KVScales | None
 """KV scales by the version of a sample; None where the engine has a BF16 KV cache."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Samples of a micro-batch, whose token each is, and what trainer and rollout say of it, where the trainer is."""
+
+    samples: list[Sample]
+    sample_N: Tensor
+    trainer_N: Tensor
+    rollout_N: Tensor
 
 
 class Updater:
@@ -97,7 +108,7 @@ class Updater:
             save_file({n: p.detach().contiguous() for n, p in decoder.named_parameters()}, path)
         elif not path.is_file():
             raise CheckpointError("the reference policy is missing", where=str(path), fix="start anew")
-        self.reference = Decoder(decoder.spec, decoder.flow, decoder.kernels)
+        self.reference = empty_decoder(decoder.spec, decoder.flow, decoder.kernels, self.parts.device)
         tensors = load_file(path)
         with torch.no_grad():
             for name, parameter in self.reference.named_parameters():
@@ -185,21 +196,20 @@ class Updater:
         calibrated on the last one."""
         limit = self.parts.spec.rollout.max_new_tokens
         counted = self.corrector.lengths(batch)
-        coef_S = token_coefficients(counted, self.recipe.denominator, max_tokens=limit)
+        coef_S = token_coefficients(counted, self.recipe.denominator, max_tokens=limit).tolist()
         coef_of = {id(s): coef for s, coef in zip(batch, coef_S, strict=True)}
-        recipe = self.calibrator.recipe(self.recipe)
+        recipe, device = self.calibrator.recipe(self.recipe), self.parts.device
         reduced = []
+        seen: list[Scored] = []
         for chosen, micro in self.microbatches(batch, metrics):
             logp_N, entropy_N = self.log_probs(micro, scales)
-            if mismatch is not None:
-                mismatch.see(logp_N, micro.rollout_N, micro.sample_N)
-                self.note_differences(chosen, micro, logp_N)
+            seen.append(Scored(chosen, micro.sample_N, logp_N.detach(), micro.rollout_N))
             terms = self.corrector.terms(chosen, CurrentLogp(logp_N), RolloutLogp(micro.rollout_N))
-            coef_N = torch.stack([coef_of[id(s)] for s in chosen])[micro.sample_N]
+            coef_N = torch.tensor([coef_of[id(s)] for s in chosen]).to(device)[micro.sample_N]
             inputs = LossInput(
                 logp_N,
                 terms.anchor_N,
-                torch.tensor([s.advantage for s in chosen])[micro.sample_N],
+                torch.tensor([s.advantage for s in chosen]).to(device)[micro.sample_N],
                 micro.sample_N,
                 coef_N if terms.keep_N is None else torch.where(terms.keep_N, coef_N, 0.0),
                 weight_N=terms.weight_N,
@@ -212,7 +222,18 @@ class Updater:
             out = policy_loss(inputs, recipe)
             out.loss.backward()
             reduced.append(out.metrics)
+        if mismatch is not None:
+            self.compare(seen, mismatch)
         return reduced
+
+    def compare(self, seen: Sequence[Scored], mismatch: Mismatch) -> None:
+        """Takes scored micro-batches into account, all at once: until here no GPU had to be waited for."""
+        for part in seen:
+            trainer_N, rollout_N = part.trainer_N.cpu(), part.rollout_N.cpu()
+            mismatch.see(trainer_N, rollout_N, part.sample_N.cpu())
+            differences = by_sample(part.samples, (trainer_N - rollout_N).abs())
+            for sample, difference_N in zip(part.samples, differences, strict=True):
+                sample.max_abs_dlogp = float(difference_N.max())
 
     def pack(self, batch: list[Sample], metrics: dict[str, float]) -> list[list[int]]:
         """Micro-batches of sample numbers under the token budget. Samples of a group that have one prompt stand together;
@@ -249,9 +270,7 @@ class Updater:
 
     def microbatch(self, samples: list[Sample]) -> MicroBatch:
         """Packed rows of these samples."""
-        return make_microbatch(
-            [s.completion for s in samples], self.parts.group, share_prompts=self.spec.share_prompts
-        )
+        return self.parts.microbatch([s.completion for s in samples], share_prompts=self.spec.share_prompts)
 
     @torch.no_grad()
     def old_log_probs(
@@ -263,10 +282,8 @@ class Updater:
         for chosen, micro in self.microbatches(samples, {}):
             logp_N, _ = micro.log_probs(self.parts.decoder, _own(scales, micro))
             if mismatch is not None:
-                mismatch.see(logp_N, micro.rollout_N, micro.sample_N)
-                self.note_differences(chosen, micro, logp_N)
-            for i, sample in enumerate(chosen):
-                found[id(sample)] = logp_N[micro.sample_N == i]
+                self.compare([Scored(chosen, micro.sample_N, logp_N, micro.rollout_N)], mismatch)
+            found |= {id(s): own_N for s, own_N in zip(chosen, by_sample(chosen, logp_N), strict=True)}
         return found
 
     @torch.no_grad()
@@ -283,7 +300,7 @@ class Updater:
 
     def watch_kv(self) -> None:
         """Begins to gather KV maxima, where the engine has an FP8 KV cache."""
-        model, device = self.parts.model_spec, next(self.parts.decoder.parameters()).device
+        model, device = self.parts.model_spec, self.parts.device
         watched = self.parts.flows.rollout.kv_fp8
         self.collector = AmaxCollector(model.num_layers, model.num_kv_heads, device) if watched else None
         self.seen = None
@@ -299,12 +316,6 @@ class Updater:
         if not self.seen.elements:
             return {}
         return {"kv/saturation_pct": 100.0 * self.seen.saturated / self.seen.elements}
-
-    def note_differences(self, chosen: list[Sample], micro: MicroBatch, logp_N: Tensor) -> None:
-        """Largest difference of each sample, for samples.jsonl."""
-        difference = (logp_N.detach() - micro.rollout_N).abs()
-        for i, sample in enumerate(chosen):
-            sample.max_abs_dlogp = float(difference[micro.sample_N == i].max())
 
     def judge(self, mismatch: Mismatch) -> None:
         """Stops the run, or warns, when it promised equality, or a band, and the first forward says otherwise."""

@@ -10,7 +10,6 @@ from lockstep.data.tokenize import encode_prompt, encode_target
 from lockstep.errors import ConfigError
 from lockstep.observe.logger import RunLogger
 from lockstep.rollout.types import Completion, SamplingParams
-from lockstep.trainer.microbatch import make_microbatch
 from lockstep.trainer.optimizer import Optimizer
 from lockstep.trainer.setup import Parts
 from lockstep.trainer.spec import OptimSpec
@@ -33,7 +32,7 @@ def warm_start(parts: Parts, logger: RunLogger) -> None:
         order = permutation(parts.spec.seed, step // per_epoch, len(examples))
         start = step % per_epoch * size
         chosen = [examples[int(i)] for i in order[start : start + size]]
-        micro = make_microbatch(chosen, parts.group, share_prompts=False)
+        micro = parts.microbatch(chosen, share_prompts=False)
         logp_N, _ = micro.log_probs(parts.decoder, None)
         objective = -logp_N.mean()
         objective.backward()

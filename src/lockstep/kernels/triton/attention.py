@@ -9,10 +9,11 @@ runs over the steps; its state starts empty. Then the chunk's state joins the ro
     join:  M' = max(M, m);  L = fma(L, 2^(M - M'), l 2^(m - M'));  A likewise
     o  = bf16(A / L * value scale)
 
-`_prefill` has tiles of 64 or 128 queries of one head as the left operand. `_decode` has one query: its group of heads is the
-right operand, 16 columns wide, and the keys (or values) are the left one, so that the 64 rows of the warpgroup instruction are
-all used. A decode program takes one chunk; when there are several, `_join` adds them up in order. A row that sees no key of a
-step or chunk keeps its state bit for bit.
+`_prefill` has tiles of 64 or 128 queries of one head as the left operand; with WIDE, `wide_attention.py` takes its place for BF16
+pages and head sizes 64 and 128. `_decode` has one query: its group of heads is the right operand, 16 columns wide, and
+the keys (or values) are the left one, so that the 64 rows of the warpgroup instruction are all used. A decode program takes one
+chunk; when there are several, `_join` adds them up in order. A row that sees no key of a step or chunk keeps its state bit for
+bit.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.triton import wide_attention
 from lockstep.kernels.triton.numbers import after_previous, codes_of, load_widened, scale_of
 from lockstep.kernels.triton.quantize import empty_codes
 from lockstep.numerics.formats import ScaleKind
@@ -34,6 +36,8 @@ Codes = tuple[Tensor, Tensor]
 PAGE = 64
 CHUNK = 2048
 """Keys of one chunk: a part of the definition, since it fixes where states are joined."""
+WIDE = False
+"""Whether prefill goes through `wide_attention.py` where that takes the shapes. No bit may depend on it."""
 LOG2E = 1.0 / math.log(2.0)
 
 
@@ -311,7 +315,27 @@ def prefill(
     out, out_scale = _output(q_THD, codes)
     lse_TH = torch.empty(rows, heads, dtype=torch.float32, device=q_THD.device) if lse else out
     k_scale, v_scale = scales if scales is not None else (out, out)
-    if rows:
+    if rows and WIDE and wide_attention.takes(q_THD, k_pages, index.block):
+        wide_attention.launch(
+            q_THD,
+            k_pages,
+            v_pages,
+            out,
+            lse_TH,
+            index.tiles_N4,
+            index.table,
+            (k_scale, v_scale),
+            out_scale,
+            base=dim**-0.5 * LOG2E,
+            block=index.block,
+            chunks=index.longest > CHUNK,
+            steps=CHUNK // PAGE,
+            scaled=scales is not None,
+            lse=lse,
+            codes=codes is not None,
+            pow2=codes == "pow2",
+        )
+    elif rows:
         _prefill[(heads, len(index.tiles_N4))](
             q_THD,
             _raw(k_pages),
@@ -360,7 +384,7 @@ def decode(
     scales: tuple[Tensor, Tensor] | None,
     *,
     codes: ScaleKind | None = None,
-    stages: int = 5,
+    stages: int = 0,
     warps: int = 4,
 ) -> Tensor | Codes:
     """o [B, H, D] (or its codes, as in `prefill`): the last position of every sequence."""
@@ -368,6 +392,7 @@ def decode(
     kv_heads = k_pages.shape[1]
     out, out_scale = _output(q_BHD, codes)
     splits = triton.cdiv(index.longest, CHUNK)
+    stages = stages or _stages(kv_heads * batch * splits)
     k_scale, v_scale = scales if scales is not None else (out, out)
     part = state = out
     if splits > 1:
@@ -426,6 +451,13 @@ def decode(
             launch_pdl=True,
         )
     return out if codes is None else (out, out_scale)
+
+
+def _stages(programs: int) -> int:
+    """Copies in flight of a decode program. Five keep the memory busiest, but then two programs fill a multiprocessor; with
+    three, four of them do, which is better where that makes one wave of what would be two."""
+    slots = 2 * torch.cuda.get_device_properties().multi_processor_count
+    return 3 if slots < programs <= 2 * slots else 5
 
 
 def _output(q_THD: Tensor, codes: ScaleKind | None) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,9 @@
     y_TN = sum over blocks of 128 along K, ascending: (w codes x codes^T) * (x scale * w scale), FP32, rounded once
 
 The weight is the left operand: 64 of its rows fill the warpgroup instruction, and the tokens are its columns, so nothing is
-padded to 64 tokens. A program owns a tile of weight rows for all tokens and all of K, since the FP32 additions must keep their
-order; what keeps the memory busy is a ring of bulk copies several blocks ahead. The product of the next block is issued before
-the last one is added, so that additions hide behind the tensor cores.
+padded to 64 tokens. A program owns tiles of weight rows for all of K, since the FP32 additions must keep their order; what keeps
+the memory busy is a ring of bulk copies several blocks ahead, which goes on into the next tile while this one is stored. The
+product of the next block is issued before the last one is added, so that additions hide behind the tensor cores.
 
 The instruction and the order are those of `gemm.py` and of the library, hence the bits; `../hopper.py` proves it on the spot for
 every weight shape and batch size class before this kernel is used.
@@ -28,42 +28,72 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-MOST_ROWS = 128
+MOST_ROWS = 256
+"""Beyond, the library's larger tiles win."""
 
 
 @gluon.jit
-def _copy(w_desc, x_desc, s_desc, w_ring, x_ring, s_ring, ready, free, n0, m0, count, STAGES: gl.constexpr):
-    """One warp that keeps the ring full: weight codes, token codes and token scales of block after block."""
+def _copy(
+    w_desc,
+    x_desc,
+    s_desc,
+    w_ring,
+    x_ring,
+    s_ring,
+    ready,
+    free,
+    tiles,
+    tiles_m,
+    count,
+    BN: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One warp that keeps the ring full: weight codes, token codes and token scales of block after block, tile after tile."""
     size: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes + s_desc.block_type.nbytes
+    first = gl.program_id(0)
+    n0, m0 = first // tiles_m * BN, first % tiles_m * BM
     # The weights don't depend on the kernel before: the first of them are fetched while it ends.
-    for k in gl.static_range(STAGES):
-        if k < count:
-            mbarrier.expect(ready.index(k), size)
-            tma.async_copy_global_to_shared(w_desc, [n0, k * 128], ready.index(k), w_ring.index(k))
+    for s in gl.static_range(STAGES):
+        if s < count:
+            mbarrier.expect(ready.index(s), size)
+            tma.async_copy_global_to_shared(w_desc, [n0, s * 128], ready.index(s), w_ring.index(s))
     gdc_wait()
     gdc_launch_dependents()
-    for k in gl.static_range(STAGES):
-        if k < count:
-            tma.async_copy_global_to_shared(x_desc, [m0, k * 128], ready.index(k), x_ring.index(k))
-            tma.async_copy_global_to_shared(s_desc, [k, m0], ready.index(k), s_ring.index(k))
-    for k in range(STAGES, count):
-        stage = k % STAGES
-        mbarrier.wait(free.index(stage), ((k // STAGES) & 1) ^ 1)
-        bar = ready.index(stage)
-        mbarrier.expect(bar, size)
-        tma.async_copy_global_to_shared(w_desc, [n0, k * 128], bar, w_ring.index(stage))
-        tma.async_copy_global_to_shared(x_desc, [m0, k * 128], bar, x_ring.index(stage))
-        tma.async_copy_global_to_shared(s_desc, [k, m0], bar, s_ring.index(stage))
+    for s in gl.static_range(STAGES):
+        if s < count:
+            tma.async_copy_global_to_shared(x_desc, [m0, s * 128], ready.index(s), x_ring.index(s))
+            tma.async_copy_global_to_shared(s_desc, [s, m0], ready.index(s), s_ring.index(s))
+    filled = gl.minimum(STAGES, count)
+    at = filled
+    for tile in range(first, tiles, gl.num_programs(0)):
+        n0, m0 = tile // tiles_m * BN, tile % tiles_m * BM
+        for k in range(gl.where(tile == first, filled, 0), count):
+            stage = at % STAGES
+            mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
+            bar = ready.index(stage)
+            mbarrier.expect(bar, size)
+            tma.async_copy_global_to_shared(w_desc, [n0, k * 128], bar, w_ring.index(stage))
+            tma.async_copy_global_to_shared(x_desc, [m0, k * 128], bar, x_ring.index(stage))
+            tma.async_copy_global_to_shared(s_desc, [k, m0], bar, s_ring.index(stage))
+            at += 1
 
 
 @gluon.jit
-def _issue(w_ring, x_ring, ready, zero, k, STAGES: gl.constexpr):
-    """Starts the product of block k once it has arrived."""
-    stage = k % STAGES
-    mbarrier.wait(ready.index(stage), (k // STAGES) & 1)
+def _issue(w_ring, x_ring, ready, registers, at, STAGES: gl.constexpr):
+    """Starts the product of the block at place `at` of the ring's history once it has arrived, into registers whose content is
+    of no more use."""
+    stage = at % STAGES
+    mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
     return warpgroup_mma(
-        w_ring.index(stage), x_ring.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+        w_ring.index(stage), x_ring.index(stage).permute((1, 0)), registers, use_acc=False, is_async=True
     )
+
+
+@gluon.jit
+def _scale(s_ring, at, ws_ptr, BM: gl.constexpr, STAGES: gl.constexpr, column: gl.constexpr):
+    """Token scales of a block times the weight's, as a row."""
+    return gl.expand_dims(s_ring.index(at % STAGES).reshape([BM]).load(column) * gl.load(ws_ptr), 0)
 
 
 @gluon.jit
@@ -77,41 +107,65 @@ def _multiply(
     ws_ptr,
     M,
     N,
-    n0,
-    m0,
+    ws_n,
+    tiles,
+    tiles_m,
     count,
     BN: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS_N: gl.constexpr,
     WARPS_M: gl.constexpr,
+    UNROLL: gl.constexpr,
 ):
-    """The warpgroups that multiply, scale, add and store."""
+    """The warpgroups that multiply, scale, add and store.
+
+    Two sets of registers take turns as target of the products, and none is in flight where the loop comes round: else the
+    assembler can't tell when a set may be read, and waits for every product where it is issued (its note C7514).
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS_N, WARPS_M], instr_shape=[16, BM // WARPS_M, 32]
     )
     column: gl.constexpr = gl.SliceLayout(0, layout)
-    zero = gl.zeros([BN, BM], gl.float32, layout)
-    acc = gl.zeros([BN, BM], gl.float32, layout)
-    ws = gl.load(ws_ptr)
-    ws_next = gl.load(ws_ptr + 1, mask=count > 1, other=0.0)
-    product = _issue(w_ring, x_ring, ready, zero, 0, STAGES)
-    for k in range(count - 1):
-        following = _issue(w_ring, x_ring, ready, zero, k + 1, STAGES)
-        scale = s_ring.index(k % STAGES).reshape([BM]).load(column) * ws
-        ws = ws_next
-        ws_next = gl.load(ws_ptr + k + 2, mask=k + 2 < count, other=0.0)
-        done = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
-        acc += done * gl.expand_dims(scale, 0)
-        mbarrier.arrive(free.index(k % STAGES), count=1)
-        product = following
-    done = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
-    scale = s_ring.index((count - 1) % STAGES).reshape([BM]).load(column) * ws
-    acc += done * gl.expand_dims(scale, 0)
-    m = m0 + gl.arange(0, BM, layout=column)
-    n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
-    out = y_ptr + gl.expand_dims(m, 0) * N + gl.expand_dims(n, 1)
-    gl.store(out, acc.to(gl.bfloat16), mask=gl.expand_dims(m, 0) < M)
+    even = gl.zeros([BN, BM], gl.float32, layout)
+    odd = gl.zeros([BN, BM], gl.float32, layout)
+    whole = count // UNROLL * UNROLL
+    base = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        n0, m0 = tile // tiles_m * BN, tile % tiles_m * BM
+        ws = ws_ptr + (n0 // 128) * ws_n
+        acc = gl.zeros([BN, BM], gl.float32, layout)
+        for start in range(0, whole, UNROLL):
+            even = _issue(w_ring, x_ring, ready, even, base + start, STAGES)
+            for u in gl.static_range(1, UNROLL):
+                k = start + u
+                if u % 2 == 1:
+                    odd = _issue(w_ring, x_ring, ready, odd, base + k, STAGES)
+                    scale = _scale(s_ring, base + k - 1, ws + k - 1, BM, STAGES, column)
+                    even = warpgroup_mma_wait(num_outstanding=1, deps=(even,))
+                    acc += even * scale
+                else:
+                    even = _issue(w_ring, x_ring, ready, even, base + k, STAGES)
+                    scale = _scale(s_ring, base + k - 1, ws + k - 1, BM, STAGES, column)
+                    odd = warpgroup_mma_wait(num_outstanding=1, deps=(odd,))
+                    acc += odd * scale
+                mbarrier.arrive(free.index((base + k - 1) % STAGES), count=1)
+            last = start + UNROLL - 1
+            scale = _scale(s_ring, base + last, ws + last, BM, STAGES, column)
+            odd = warpgroup_mma_wait(num_outstanding=0, deps=(odd,))
+            acc += odd * scale
+            mbarrier.arrive(free.index((base + last) % STAGES), count=1)
+        for k in range(whole, count):
+            even = _issue(w_ring, x_ring, ready, even, base + k, STAGES)
+            scale = _scale(s_ring, base + k, ws + k, BM, STAGES, column)
+            even = warpgroup_mma_wait(num_outstanding=0, deps=(even,))
+            acc += even * scale
+            mbarrier.arrive(free.index((base + k) % STAGES), count=1)
+        base += count
+        m = m0 + gl.arange(0, BM, layout=column)
+        n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
+        out = y_ptr + gl.expand_dims(m, 0) * N + gl.expand_dims(n, 1)
+        gl.store(out, acc.to(gl.bfloat16), mask=gl.expand_dims(m, 0) < M)
 
 
 @gluon.jit
@@ -125,14 +179,15 @@ def _narrow(
     N,
     count,
     ws_n,
+    tiles,
+    tiles_m,
     BN: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS_N: gl.constexpr,
     WARPS_M: gl.constexpr,
+    UNROLL: gl.constexpr,
 ):
-    n0 = gl.program_id(0) * BN
-    m0 = gl.program_id(1) * BM
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BN, 128], w_desc.layout)
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BM, 128], x_desc.layout)
     s_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], s_desc.layout)
@@ -142,7 +197,6 @@ def _narrow(
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(free.index(s), count=1)
     fence_async_shared()
-    ws_ptr += (n0 // 128) * ws_n
     gl.warp_specialize(
         [
             (
@@ -157,19 +211,36 @@ def _narrow(
                     ws_ptr,
                     M,
                     N,
-                    n0,
-                    m0,
+                    ws_n,
+                    tiles,
+                    tiles_m,
                     count,
                     BN,
                     BM,
                     STAGES,
                     WARPS_N,
                     WARPS_M,
+                    UNROLL,
                 ),
             ),
             (
                 _copy,
-                (w_desc, x_desc, s_desc, w_ring, x_ring, s_ring, ready, free, n0, m0, count, STAGES),
+                (
+                    w_desc,
+                    x_desc,
+                    s_desc,
+                    w_ring,
+                    x_ring,
+                    s_ring,
+                    ready,
+                    free,
+                    tiles,
+                    tiles_m,
+                    count,
+                    BN,
+                    BM,
+                    STAGES,
+                ),
             ),
         ],
         [1],
@@ -182,6 +253,12 @@ def shape_of(rows: int) -> int:
     return 32 if rows <= 32 else 64 if rows <= 64 else 128
 
 
+def fits(rows: int, *, tile: int = 64, stages: int = 6, tokens: int = 0, groups: int = 1) -> bool:
+    """Whether the ring of this form has room in a multiprocessor's shared memory (227 KiB, some for barriers)."""
+    bm = tokens or shape_of(rows)
+    return stages * ((tile + bm) * 128 + bm * 4) <= 225 * 1024 and bm // groups >= 8
+
+
 def narrow_matmul(
     x_codes_MK: Tensor,
     x_scale: Tensor,
@@ -192,14 +269,17 @@ def narrow_matmul(
     stages: int = 6,
     groups: int = 1,
     tokens: int = 0,
+    unroll: int = 4,
 ) -> Tensor:
-    """Block-scaled x w^T [M, N] BF16 for M <= 128. x_scale [M, K / 128] with unit stride along M; N and K multiples of 128."""
+    """Block-scaled x w^T [M, N] BF16 for M <= MOST_ROWS. x_scale [M, K / 128]: unit stride along M; N, K: multiples of 128."""
     rows, depth = x_codes_MK.shape
     columns = w_codes_NK.shape[0]
     bm = tokens or shape_of(rows)
     y = torch.empty(rows, columns, dtype=torch.bfloat16, device=x_codes_MK.device)
     scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    _narrow[(columns // tile, triton.cdiv(rows, bm))](
+    tiles_m = triton.cdiv(rows, bm)
+    tiles = columns // tile * tiles_m
+    _narrow[(min(tiles, torch.cuda.get_device_properties().multi_processor_count),)](
         _descriptor(w_codes_NK, tile),
         _descriptor(x_codes_MK, bm),
         TensorDescriptor.from_tensor(x_scale.t(), [1, bm], scale_layout),
@@ -209,11 +289,14 @@ def narrow_matmul(
         columns,
         depth // 128,
         w_scale.stride(0),
+        tiles,
+        tiles_m,
         tile,
         bm,
         stages,
         tile // 16,
         groups,
+        unroll,
         num_warps=tile // 16 * groups,
         launch_pdl=True,
     )

@@ -1,0 +1,174 @@
+"""The audit over model shapes with random weights, and over a checkpoint beside them: counts by shape and flow, and goal C1.
+
+The goal asks for all shapes at full depth under three flows, and for real weights of SmolLM2, with at least 10,000 sampled tokens
+whose log-probability the training forward has to give bit for bit.
+
+Next: `../trainer/audit.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lockstep.bench.exact_run import model_name
+from lockstep.bench.goals import Goal, passed
+from lockstep.bench.random_model import random_decoder
+from lockstep.bench.shapes import preset
+from lockstep.errors import ConfigError
+from lockstep.kernels.table import Kernels, device_of, select
+from lockstep.models.spec import PRESETS, ModelSpec
+from lockstep.numerics.flow import FlowSpec
+from lockstep.trainer.audit import audit_decoder, audit_flow, run_audit
+from lockstep.trainer.audit_device import random_prompts
+from lockstep.trainer.audit_report import AuditReport
+from lockstep.trainer.backend import refuse_unsupported
+from lockstep.trainer.plants import planted
+from lockstep.trainer.spec import RunSpec
+
+GOAL_SHAPES = ("qwen3-8b", "llama-3.1-8b", "qwen2.5-7b", "qwen3-1.7b", "qwen3-0.6b")
+GOAL_FLOWS = ("bf16", "fp8", "fp8+kv8")
+GOAL_ROWS = 10_000
+REAL = "smollm2-135m"
+"""The shape that the goal wants real weights of."""
+
+
+@dataclass(frozen=True)
+class Audited:
+    """The checks of one model under all flows. weights: `random`, or the folder they came from."""
+
+    model: str
+    weights: str
+    layers: int
+    report: AuditReport
+    seconds: float
+
+    def records(self) -> list[dict[str, Any]]:
+        """One row a flow: sampled tokens, each counted once, values compared, values that differ."""
+        found = []
+        for flow in dict.fromkeys(c.flow for c in self.report.checks):
+            checks = [c for c in self.report.checks if c.flow == flow]
+            found.append(
+                {
+                    "model": self.model,
+                    "weights": self.weights,
+                    "layers": self.layers,
+                    "flow": flow,
+                    "equalities": len(checks),
+                    "rows": distinct_rows(self.report, flow),
+                    "values": sum(c.compared for c in checks),
+                    "different": sum(c.different for c in checks),
+                    "passed": all(c.passed for c in checks),
+                    "failed": [c.name for c in checks if not c.passed],
+                }
+            )
+        return found
+
+
+def distinct_rows(report: AuditReport, flow: str) -> int:
+    """Sampled tokens that were compared with the training forward: of the short prompts, and of the long context. The same
+    tokens under several packings count once."""
+    rows = [(c.name, c.rows) for c in report.checks if c.flow == flow and c.rows]
+    long = sum(count for name, count in rows if "context of" in name)
+    return max((count for name, count in rows if "context of" not in name), default=0) + long
+
+
+def audit_shapes(
+    shapes: Sequence[str],
+    flows: Sequence[str],
+    *,
+    layers: int | None = None,
+    plant: str | None = None,
+    kernels: Kernels | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Audited]:
+    """Audits these shapes with random weights. layers: so many instead of all. Raises ConfigError for a shape with experts."""
+    specs = [_shape(name, layers) for name in shapes]
+    if kernels is None:
+        kernels = select("hopper") if plant is None else planted(plant, exact=False, hopper=True)
+    found = []
+    for name, spec in zip(shapes, specs, strict=True):
+        begun = time.perf_counter()
+        say(f"{name}, {spec.num_layers} layers, random weights")
+        report = AuditReport(planted=plant or "")
+        for flow in flows:
+            chosen = audit_flow(flow, FlowSpec(), spec.num_layers)
+            refuse_unsupported(kernels, spec, chosen)
+            decoder = random_decoder(spec, chosen, kernels, device_of(kernels))
+            for check in audit_decoder(flow, decoder, random_prompts(spec.vocab_size), FlowSpec()):
+                report.checks.append(check)
+                say(check.line())
+            del decoder
+            _empty()
+        found.append(Audited(name, "random", spec.num_layers, report, time.perf_counter() - begun))
+        say(f"{name}: {found[-1].seconds:.1f} s")
+    return found
+
+
+def audit_run(
+    spec: RunSpec, flows: Sequence[str], kernels: Kernels, *, say: Callable[[str], None] = lambda _: None
+) -> Audited:
+    """Audits the model of a run configuration on the same kernels."""
+    from lockstep.models.checkpoint import load_config
+
+    begun = time.perf_counter()
+    say(f"{spec.model.path}")
+    report = run_audit(spec, flows, say=say, kernels=kernels)
+    model = load_config(spec.model.path)
+    _empty()
+    seconds = time.perf_counter() - begun
+    say(f"{spec.model.path}: {seconds:.1f} s")
+    return Audited(model_name(model), spec.model.path, model.num_layers, report, seconds)
+
+
+def refuse_unless_whole(
+    shapes: Sequence[str], flows: Sequence[str], *, layers: int | None, plant: str | None, config: bool
+) -> None:
+    """Raises ConfigError unless the audit is all that goal C1 asks for."""
+    missing = [f"--shape {s}" for s in GOAL_SHAPES if s not in shapes]
+    missing += [f"flow {f}" for f in GOAL_FLOWS if f not in flows]
+    missing += [] if config else [f"a configuration with {REAL}"]
+    too_much = [w for w, there in (("--layers", layers is not None), ("--plant", plant is not None)) if there]
+    if missing or too_much:
+        raise ConfigError(
+            "the goal needs every shape at full depth under every flow",
+            where="--goals",
+            fix="; ".join([*(f"add {m}" for m in missing), *(f"leave {w} out" for w in too_much)]),
+        )
+
+
+def goal(audited: Sequence[Audited]) -> Goal:
+    """Goal C1."""
+    records = [r for a in audited for r in a.records()]
+    done = {
+        (r["model"], r["weights"] == "random", r["flow"])
+        for r in records
+        if r["layers"] == _depth(r["model"])
+    }
+    wanted = {(s, True, f) for s in GOAL_SHAPES for f in GOAL_FLOWS} | {(REAL, False, f) for f in GOAL_FLOWS}
+    ok = wanted <= done and all(r["passed"] for r in records)
+    return passed("C1", ok and sum(r["rows"] for r in records) >= GOAL_ROWS)
+
+
+def _shape(name: str, layers: int | None) -> ModelSpec:
+    spec = preset(name)
+    if spec.moe is not None:
+        raise ConfigError(
+            f"{name} has experts", where="--shape", why="the audit on a GPU is of dense decoders",
+            fix="choose one of " + ", ".join((*GOAL_SHAPES, REAL)),
+        )  # fmt: skip
+    return spec if layers is None else replace(spec, num_layers=min(layers, spec.num_layers))
+
+
+def _depth(model: str) -> int:
+    return PRESETS[model].num_layers if model in PRESETS else 0
+
+
+def _empty() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,67 @@
+"""The library's block-scaled FP8 products: cuBLASLt through `scaled_mm`, and the layouts that it demands.
+
+    1x128 x 128x128   y_TN  = x_TK w_NK^T      forward, and with the transposed weight the input gradient; BF16
+    1x128 x 1x128     dw_NK = dy_NT x_KT^T     both grouped along tokens; FP32
+
+The forward product of a shape is used only after `hopper.py` has proven its bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.numerics.formats import BLOCK, E4M3
+from lockstep.numerics.quantize import Quantized
+
+ALIGNED = 16
+"""Both widths of a weight gradient must be a multiple of this many codes."""
+
+
+def library_scale(weight: Quantized) -> Tensor | None:
+    """Scales with K / 128 padded to a multiple of four and transposed; None for shapes that the library refuses."""
+    columns, depth = weight.shape
+    if weight.group != (BLOCK, BLOCK) or columns % BLOCK or depth % BLOCK or depth == BLOCK:
+        return None
+    return F.pad(weight.scale, (0, -weight.scale.shape[1] % 4)).contiguous().t()
+
+
+def scaled_mm(x: Quantized, w: Quantized, w_scale: Tensor) -> Tensor:
+    """x w^T of 1x128 rows and a 128x128 weight whose `library_scale` is `w_scale`, rounded once to BF16, [T, N]."""
+    count, depth = x.shape
+    padded = max(-(-count // 4) * 4, 4)
+    codes, scale = x.codes, x.scale
+    if count != padded:
+        whole = codes.untyped_storage().nbytes() >= (codes.storage_offset() + padded * depth)
+        if whole and scale.stride() == (1, padded):
+            codes = codes.as_strided((padded, depth), (depth, 1))
+            scale = scale.as_strided((padded, scale.shape[1]), (1, padded))
+        else:
+            codes = F.pad(codes.view(torch.uint8), (0, 0, 0, padded - count)).view(E4M3)
+            scale = F.pad(scale.t(), (0, padded - count), value=1.0).contiguous().t()
+    elif scale.stride() != (1, padded):
+        scale = scale.t().contiguous().t()
+    kind = F.ScalingType
+    y = F.scaled_mm(
+        codes,
+        w.codes.t(),
+        scale,
+        kind.BlockWise1x128,
+        w_scale,
+        kind.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+    return y[:count]
+
+
+def takes_columns(grad: Quantized, x: Quantized) -> bool:
+    """Whether the library multiplies these columns."""
+    return grad.shape[0] % ALIGNED == 0 and x.shape[0] % ALIGNED == 0
+
+
+def scaled_mm_columns(grad: Quantized, x: Quantized) -> Tensor:
+    """dy x^T of columns dy [N, T] and x [K, T], both 1x128 along T (a multiple of 128), scales with strides (1, rows). [N, K]
+    FP32."""
+    kind = F.ScalingType.BlockWise1x128
+    return F.scaled_mm(grad.codes, x.codes.t(), grad.scale, kind, x.scale, kind, output_dtype=torch.float32)

@@ -1,0 +1,286 @@
+"""Operands of weight gradients: a matrix transposed and grouped along tokens, alone or beside its 1x128 rows, in one pass.
+
+A program takes a tile of 128 tokens by 128 columns, which holds whole groups of both kinds, so x is read once. Within the tile
+a thread owns 64 / WARPS neighbouring tokens of 8 neighbouring columns. Rows of codes leave as they came; for the transposed
+form the codes of four tokens are packed into one word in registers, words change owner through shared memory, and a lane
+writes 16 bytes. Tokens are padded to a multiple of 128 with zero codes.
+
+What each pass moves, in bytes for an element (scales add 1/32 for each form written or read):
+
+    pass                                    reads            writes           in all
+    quantize_both                           2                1 + 1            4
+      rows alone, columns alone             2                1                3
+    regroup                                 1                1                2
+    swiglu_backward, BF16 gate and up       2 + 2 x 2        2 x (1 + 1)      10   (of one of the N columns of y)
+      gate and up as codes                  2 + 2 x 1        2 x (1 + 1)      8
+      BF16 result                           2 + 2 x 2        2 x 2            10
+    norm_backward                           2 + 2 + 2        2                8
+    rope_backward                           2 + 2            2                6    (2 + 0 read for v without scales)
+
+A non-finite value makes the scale of its groups NaN or infinity, and with it the products that meet them: a gradient that
+overflowed must not turn into plausible codes.
+
+The codes are those of the true quotient x / scale, rounded as a division rounds it, in two or three instructions instead of ten
+and a branch. BF16 values: x r + x (1 / scale - r), with r a little too small, which keeps a zero's sign. FP32 values: from x r one
+step of correction (Markstein, IBM J. Res. Dev. 34, 1990). Both were checked for all that matters, which is which side of a
+midpoint between two codes they end up on: every BF16 x and amax, and every FP32 scale with the values next to each midpoint.
+`tests/kernels/test_quotient.py` repeats the first and a sample of the second.
+
+Next: `swiglu_backward.py`, which makes both forms of what it computes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.experimental.gluon.language as gl
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+
+from lockstep.kernels.triton.quantize import empty_codes, quantize_rows
+from lockstep.numerics.formats import BLOCK, E4M3
+
+Codes = tuple[Tensor, Tensor]
+"""e4m3 codes and their scales."""
+WARPS = 8
+"""Of a program: 4, 8 or 16. No bit depends on it."""
+FLOOR = gl.constexpr(1e-12)
+NAN_STAYS = gl.constexpr(tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=NAN_STAYS)
+
+
+@gluon.jit
+def approximate_reciprocal(x):
+    """1 / x, to an ulp."""
+    return gl.inline_asm_elementwise(
+        asm="rcp.approx.ftz.f32 $0, $1;", constraints="=f,f", args=[x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def widened(x):
+    """BF16 or FP32 values in FP32. Two BF16 values of a word take one instruction each."""
+    if x.dtype == gl.bfloat16:
+        x = gl.inline_asm_elementwise(
+            asm="shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            constraints="=r,=r,r",
+            args=[x],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    return x
+
+
+@gluon.jit
+def _corrected(x, divisor, r):
+    """x / divisor from x r and one step of correction; r is the divisor's reciprocal."""
+    q = x * r
+    error = gl.fma(q, divisor, x * -1.0)
+    return gl.fma(error, r * -1.0, q)
+
+
+@gluon.jit
+def _scale_of(x, AXIS: gl.constexpr, POW2: gl.constexpr):
+    """`numbers.scale_of` of the groups of x along AXIS; a NaN stays one."""
+    amax = gl.reduce(gl.abs(x), AXIS, _larger)
+    scale = _corrected(gl.maximum(amax, FLOOR, propagate_nan=NAN_STAYS), 448.0, 1.0 / 448.0)
+    if POW2:
+        bits = (scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = gl.where(scale == scale, bits.to(gl.float32, bitcast=True), scale)
+    return scale
+
+
+@gluon.jit
+def _divided(x, scale, AXIS: gl.constexpr, POW2: gl.constexpr, SHORT: gl.constexpr):
+    """x / scale as a division rounds it, in FP32; scale from `_scale_of`. SHORT: x are BF16 values."""
+    r = approximate_reciprocal(scale)
+    if SHORT and not POW2:
+        r = (r.to(gl.int32, bitcast=True) - 4).to(gl.float32, bitcast=True)  # too small, so that the rest is positive
+        e = gl.fma(scale, r, gl.full_like(r, -1.0))
+        rest = gl.fma(e, e, e * -1.0) * r
+        return gl.fma(x, gl.expand_dims(r, AXIS), x * gl.expand_dims(rest, AXIS))
+    r = _corrected(gl.full_like(scale, 1.0), scale, r)
+    if POW2:  # of a power of two r is exact, and so is the product
+        return x * gl.expand_dims(r, AXIS)
+    bits = scale.to(gl.int32, bitcast=True)  # of a mantissa of ones alone the correction may stop one short
+    r = gl.where((bits & 0x7FFFFF) == 0x7FFFFF, (0x7F000000 - bits).to(gl.float32, bitcast=True), r)
+    return _corrected(x, gl.expand_dims(scale, AXIS), gl.expand_dims(r, AXIS))
+
+
+@gluon.jit
+def _words(x):
+    """[C, R / 4] int32 of x [R, C]: the e4m3 codes of four neighbours along R, the first in the lowest byte."""
+    R: gl.constexpr = x.shape[0]
+    C: gl.constexpr = x.shape[1]
+    even, odd = gl.split(gl.permute(gl.reshape(x, [R // 4, 2, 2, C]), [3, 0, 1, 2]))
+    a, c = gl.split(even)
+    b, d = gl.split(odd)
+    return gl.inline_asm_elementwise(
+        asm="""
+        {
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }
+        """,
+        constraints="=r,f,f,f,f",
+        args=[a, b, c, d],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.constexpr_function
+def tile_layout(warps):
+    """Who owns what of a tile."""
+    return gl.BlockedLayout([64 // warps, 8], [2, 16], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def tile_places():
+    """(tokens [128], columns [128]) of a tile as threads own them."""
+    owned: gl.constexpr = tile_layout(gl.num_warps())
+    return gl.arange(0, 128, layout=gl.SliceLayout(1, owned)), gl.arange(0, 128, layout=gl.SliceLayout(0, owned))
+
+
+@gluon.jit
+def store_rows(x, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2: gl.constexpr):
+    """1x128 codes and scales of a tile x [128, 128], BF16 or FP32: tokens from 128 `tile`, columns from 128 `block` of [T, N]."""
+    t, c = tile_places()
+    SHORT: gl.constexpr = x.dtype == gl.bfloat16
+    x = widened(x)
+    scale = _scale_of(x, 1, POW2)
+    codes = _divided(x, scale, 1, POW2, SHORT).to(gl.float8e4nv)
+    rows, columns = T - tile * 128, N - block * 128
+    inside = gl.expand_dims(t < rows, 1) & gl.expand_dims(c < columns, 0)
+    codes_ptr += (tile.to(gl.int64) * 128) * N + block * 128
+    gl.store(codes_ptr + gl.expand_dims(t * N, 1) + gl.expand_dims(c, 0), codes, mask=inside)
+    gl.store(scale_ptr + block.to(gl.int64) * scale_stride + tile * 128 + t, scale, mask=t < rows)
+
+
+@gluon.jit
+def store_columns(x, tile, block, words_ptr, scale_ptr, N, words_stride, POW2: gl.constexpr):
+    """Transposed codes (as words of four) and scales of the same tile; a column group is 128 tokens, zeros past the last."""
+    WARPS: gl.constexpr = gl.num_warps()
+    written: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    _, c = tile_places()
+    columns = N - block * 128
+    SHORT: gl.constexpr = x.dtype == gl.bfloat16
+    x = widened(x)
+    scale = _scale_of(x, 0, POW2)
+    gl.store(scale_ptr + tile.to(gl.int64) * N + block * 128 + c, scale, mask=c < columns)
+    words = gl.convert_layout(_words(_divided(x, scale, 0, POW2, SHORT)), written)
+    n = gl.arange(0, 128, layout=gl.SliceLayout(1, written))
+    w = gl.arange(0, 32, layout=gl.SliceLayout(0, written))
+    words_ptr += (block.to(gl.int64) * 128) * words_stride + tile * 32
+    at = gl.expand_dims(n * words_stride, 1) + gl.expand_dims(w, 0)
+    gl.store(words_ptr + at, words, mask=gl.expand_dims(n < columns, 1) & gl.expand_dims(w < 32, 0))
+
+
+@gluon.jit
+def _both(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    words_ptr,
+    column_scale_ptr,
+    T,
+    N,
+    x_stride,
+    scale_stride,
+    words_stride,
+    ROWS: gl.constexpr,
+    FROM_CODES: gl.constexpr,
+    POW2: gl.constexpr,
+):
+    """x [T, N] (values; or codes, with their scales at `scale_ptr`) to columns, and to rows on demand."""
+    block, tile = gl.program_id(0), gl.program_id(1)
+    t, c = tile_places()
+    rows, columns = T - tile * 128, N - block * 128
+    inside = gl.expand_dims(t < rows, 1) & gl.expand_dims(c < columns, 0)
+    x_ptr += (tile.to(gl.int64) * 128) * x_stride + block * 128
+    x = gl.load(x_ptr + gl.expand_dims(t * x_stride, 1) + gl.expand_dims(c, 0), mask=inside, other=0.0)
+    if FROM_CODES:
+        scale_at = block.to(gl.int64) * scale_stride + tile * 128 + t
+        x = x.to(gl.float32) * gl.expand_dims(gl.load(scale_ptr + scale_at, mask=t < rows, other=0.0), 1)
+    if ROWS:
+        store_rows(x, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2)
+    store_columns(x, tile, block, words_ptr, column_scale_ptr, N, words_stride, POW2)
+
+
+def padded_tokens(tokens: int) -> int:
+    """Tokens rounded up to whole groups."""
+    return -(-tokens // BLOCK) * BLOCK
+
+
+def empty_columns(tokens: int, columns: int, device: torch.device) -> Codes:
+    """(codes [N, T'], scale [N, T' / 128] with strides (1, N)) without values, T' = `padded_tokens`."""
+    padded = padded_tokens(tokens)
+    codes = torch.empty(columns, padded, dtype=torch.uint8, device=device).view(E4M3)
+    return codes, torch.empty(padded // BLOCK, columns, dtype=torch.float32, device=device).t()
+
+
+def words(codes: Tensor) -> Tensor:
+    """The same storage as int32 words of four codes."""
+    return codes.view(torch.int32)
+
+
+def quantize_both(
+    x_TN: Tensor, *, pow2: bool, rows: bool = True, columns: bool = True
+) -> tuple[Codes | None, Codes | None]:
+    """(rows, columns) of BF16 or FP32 values whose last dimension is contiguous, each None where it isn't wanted.
+
+    rows: what `quantize.quantize_rows` gives. columns: (codes [N, T'], scale [N, T' / 128]) of the transposed matrix.
+    """
+    if not columns:
+        return (quantize_rows(x_TN, pow2=pow2) if rows else None), None
+    tokens, width = x_TN.shape
+    assert x_TN.stride(1) == 1
+    found = empty_columns(tokens, width, x_TN.device)
+    kept = empty_codes(tokens, width, x_TN.device) if rows else None
+    _launch(x_TN, x_TN.stride(0), kept, found, from_codes=False, pow2=pow2)
+    return kept, found
+
+
+def regroup(codes_TK: Tensor, scale: Tensor, *, pow2: bool) -> Codes:
+    """Columns (as in `quantize_both`) of the FP32 values of 1x128 codes [T, K] with scale [T, ceil(K / 128)]."""
+    tokens, width = codes_TK.shape
+    assert codes_TK.stride(1) == 1
+    found = empty_columns(tokens, width, codes_TK.device)
+    scale = scale if scale.stride(0) == 1 else scale.t().contiguous().t()
+    _launch(codes_TK, codes_TK.stride(0), (codes_TK, scale), found, from_codes=True, pow2=pow2)
+    return found
+
+
+def _launch(
+    x_TN: Tensor, x_stride: int, rows: Codes | None, columns: Codes, *, from_codes: bool, pow2: bool
+) -> None:
+    """rows: where they go, or where x's scales are."""
+    tokens, width = x_TN.shape
+    if tokens == 0 or width == 0:
+        return
+    codes, scale = rows if rows is not None else columns
+    _both[(triton.cdiv(width, BLOCK), triton.cdiv(tokens, BLOCK))](
+        x_TN,
+        codes,
+        scale,
+        words(columns[0]),
+        columns[1],
+        tokens,
+        width,
+        x_stride,
+        scale.stride(1),
+        columns[0].stride(0) // 4,
+        rows is not None and not from_codes,
+        from_codes,
+        pow2,
+        num_warps=WARPS,
+    )

@@ -1,0 +1,220 @@
+"""Gradient of silu(gate) up, straight into the operands of the two products that follow.
+
+    s = sigmoid(gate);   d(gate) = dy up (s + gate s (1 - s));   d(up) = dy gate s         each rounded once to BF16
+
+A program takes a tile of 128 tokens by 128 columns of y, reads dy, gate and up once, and writes both halves of the gradient
+[T, 2 N] as 1x128 rows, as columns along tokens, or both. What is quantized is the BF16 value, as if it had gone through memory.
+Gate and up are BF16, or the 1x128 codes that the forward pass kept.
+
+Next: `columns.py` for the two forms and their bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.experimental.gluon.language as gl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from lockstep.kernels.triton.columns import (
+    Codes,
+    approximate_reciprocal,
+    empty_columns,
+    quantize_both,
+    store_columns,
+    store_rows,
+    tile_layout,
+    tile_places,
+    widened,
+    words,
+)
+from lockstep.kernels.triton.quantize import empty_codes
+from lockstep.numerics.formats import BLOCK, E4M3
+
+LOG2E = gl.constexpr(1.4426950408889634)
+WARPS = 8
+"""Of a program: 8 or 16. No bit depends on it."""
+REGISTERS = 128
+"""Of a thread: two programs fit a multiprocessor."""
+
+
+@gluon.jit
+def _exp2(x):
+    """2^x, to two ulps; infinity and zero beyond FP32's normal range."""
+    return gl.inline_asm_elementwise(
+        asm="ex2.approx.ftz.f32 $0, $1;", constraints="=f,f", args=[x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _gradient(dy, gate, up):
+    """(d(gate), d(up)) in BF16 of FP32 tiles."""
+    s = approximate_reciprocal(1.0 + _exp2(gate * -LOG2E))
+    silu = gate * s
+    d_gate = dy * up * gl.fma(silu, 1.0 - s, s)
+    return d_gate.to(gl.bfloat16), (dy * silu).to(gl.bfloat16)
+
+
+@gluon.jit
+def _values(x, scale_ptr, scale_at, known, FROM_CODES: gl.constexpr):
+    """A tile of gate or up in FP32."""
+    if FROM_CODES:
+        x = x.to(gl.float32) * gl.expand_dims(gl.load(scale_ptr + scale_at, mask=known, other=0.0), 1)
+    return widened(x)
+
+
+@gluon.jit
+def _swiglu_codes(
+    grad_ptr,
+    x_ptr,
+    x_scale_ptr,
+    codes_ptr,
+    scale_ptr,
+    words_ptr,
+    column_scale_ptr,
+    T,
+    N,
+    grad_stride,
+    x_stride,
+    x_scale_stride,
+    scale_stride,
+    words_stride,
+    FROM_CODES: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    POW2: gl.constexpr,
+):
+    """N is a multiple of 128. Inputs and results wait in shared memory, so that two programs fit a multiprocessor."""
+    block, tile = gl.program_id(0), gl.program_id(1)
+    t, c = tile_places()
+    known = t < T - tile * 128
+    inside = gl.expand_dims(known, 1) & gl.expand_dims(c < 128, 0)
+    first, half = tile.to(gl.int64) * 128, N // 128
+    plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0])
+    dy_smem = gl.allocate_shared_memory(gl.bfloat16, [128, 128], plain)
+    gate_smem = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [128, 128], plain)
+    up_smem = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [128, 128], plain)
+    at = gl.expand_dims(t * grad_stride, 1) + gl.expand_dims(c, 0)
+    async_copy.async_copy_global_to_shared(
+        dy_smem, grad_ptr + first * grad_stride + block * 128 + at, mask=inside
+    )
+    at = gl.expand_dims(t * x_stride, 1) + gl.expand_dims(c, 0)
+    x_ptr += first * x_stride + block * 128
+    async_copy.async_copy_global_to_shared(gate_smem, x_ptr + at, mask=inside)
+    async_copy.async_copy_global_to_shared(up_smem, x_ptr + N + at, mask=inside)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    owned: gl.constexpr = tile_layout(gl.num_warps())
+    at = block.to(gl.int64) * x_scale_stride + tile * 128 + t
+    gate = _values(gate_smem.load(owned), x_scale_ptr, at, known, FROM_CODES)
+    at += half.to(gl.int64) * x_scale_stride
+    up = _values(up_smem.load(owned), x_scale_ptr, at, known, FROM_CODES)
+    d_gate, d_up = _gradient(widened(dy_smem.load(owned)), gate, up)
+    gate_out, up_out = dy_smem, up_smem
+    if FROM_CODES:
+        up_out = gl.allocate_shared_memory(gl.bfloat16, [128, 128], plain)
+    gate_out.store(d_gate)
+    up_out.store(d_up)
+    for which in gl.static_range(2):
+        if which == 0:
+            x = gate_out.load(owned)
+        else:
+            x = up_out.load(owned)
+        to = block + which * half
+        if ROWS:
+            store_rows(x, tile, to, codes_ptr, scale_ptr, T, 2 * N, scale_stride, POW2)
+        if COLUMNS:
+            store_columns(x, tile, to, words_ptr, column_scale_ptr, 2 * N, words_stride, POW2)
+
+
+@gluon.jit
+def _swiglu_plain(
+    grad_ptr,
+    x_ptr,
+    x_scale_ptr,
+    out_ptr,
+    T,
+    N,
+    grad_stride,
+    x_stride,
+    x_scale_stride,
+    FROM_CODES: gl.constexpr,
+):
+    """Any N; a multiple of 128 where gate and up are codes."""
+    block, tile = gl.program_id(0), gl.program_id(1)
+    t, c = tile_places()
+    known = t < T - tile * 128
+    inside = gl.expand_dims(known, 1) & gl.expand_dims(c < N - block * 128, 0)
+    first = tile.to(gl.int64) * 128
+    at = gl.expand_dims(t * grad_stride, 1) + gl.expand_dims(c, 0)
+    dy = gl.load(grad_ptr + first * grad_stride + block * 128 + at, mask=inside, other=0.0)
+    at = gl.expand_dims(t * x_stride, 1) + gl.expand_dims(c, 0)
+    x_ptr += first * x_stride + block * 128
+    gate = gl.load(x_ptr + at, mask=inside, other=0.0)
+    up = gl.load(x_ptr + N + at, mask=inside, other=0.0)
+    at = block.to(gl.int64) * x_scale_stride + tile * 128 + t
+    gate = _values(gate, x_scale_ptr, at, known, FROM_CODES)
+    up = _values(up, x_scale_ptr, at + (N // 128).to(gl.int64) * x_scale_stride, known, FROM_CODES)
+    d_gate, d_up = _gradient(widened(dy), gate, up)
+    out_ptr += first * (2 * N) + block * 128
+    at = gl.expand_dims(t * (2 * N), 1) + gl.expand_dims(c, 0)
+    gl.store(out_ptr + at, d_gate, mask=inside)
+    gl.store(out_ptr + N + at, d_up, mask=inside)
+
+
+def swiglu_backward(
+    grad_TN: Tensor,
+    gate_up: Tensor | Codes,
+    *,
+    pow2: bool,
+    fp8: bool,
+    rows: bool = True,
+    columns: bool = True,
+) -> tuple[Codes | None, Codes | None] | Tensor:
+    """Gradient of gate and up, side by side [T, 2 N]: (rows, columns) as `columns.quantize_both` gives them, each None where it
+    isn't wanted; without `fp8` BF16.
+
+    grad_TN: BF16. gate_up: BF16 [T, 2 N] or (codes, scale) of it; N is a multiple of 128 then.
+    """
+    tokens, width = grad_TN.shape
+    coded = isinstance(gate_up, tuple)
+    held, scale = gate_up if isinstance(gate_up, tuple) else (gate_up, gate_up)
+    assert held.shape == (tokens, 2 * width) and held.stride(1) == grad_TN.stride(1) == 1
+    assert not coded or (width % BLOCK == 0 and scale.stride(0) == 1)
+    grid = (triton.cdiv(width, BLOCK), triton.cdiv(tokens, BLOCK))
+    sizes = (tokens, width, grad_TN.stride(0), held.stride(0), scale.stride(1) if coded else 0)
+    if fp8 and width % BLOCK == 0 and _aligned(grad_TN, held):
+        kept = empty_codes(tokens, 2 * width, grad_TN.device) if rows else None
+        turned = empty_columns(tokens, 2 * width, grad_TN.device) if columns else None
+        to, to_words = kept or (grad_TN, grad_TN), turned or (grad_TN.view(E4M3), grad_TN)
+        if tokens and width and (rows or columns):
+            _swiglu_codes[grid](
+                grad_TN,
+                held,
+                scale,
+                *to,
+                words(to_words[0]),
+                to_words[1],
+                *sizes,
+                to[1].stride(1),
+                to_words[0].stride(0) // 4,
+                coded,
+                rows,
+                columns,
+                pow2,
+                num_warps=WARPS,
+                maxnreg=REGISTERS,
+            )
+        return kept, turned
+    out = torch.empty(tokens, 2 * width, dtype=torch.bfloat16, device=grad_TN.device)
+    if tokens and width:
+        _swiglu_plain[grid](grad_TN, held, scale, out, *sizes, coded, num_warps=8)
+    # Where N is ragged, a group has columns of both halves.
+    return quantize_both(out, pow2=pow2, rows=rows, columns=columns) if fp8 else out
+
+
+def _aligned(*matrices: Tensor) -> bool:
+    """Whether rows can be copied 16 (codes: 8) bytes at a time."""
+    return all(x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 for x in matrices)

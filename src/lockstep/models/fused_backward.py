@@ -1,0 +1,179 @@
+"""A decoder layer's gradient on a backend that fuses, written out: the plain modules' mathematics in fewer passes.
+
+    d(delta)              -> down:     dw, dy        -> SwiGLU: d(gate, up)  -> gate_up: dw, dx2
+    norm2(h2): dh += dx2'    (h2 = h + o W: dh is the gradient of both)
+    dh                    -> o:        dw, d(out)    -> attention: dq, dk, dv -> rope, q/k norm: dqkv -> qkv: dw, dx
+    norm1(h):  dh += dx'
+
+A gradient that reaches a linear layer is quantized once, in both of the forms that its two products take (`kernels/fused.py`);
+the layer's input is regrouped along tokens from the values of the forward's codes. Where a kernel writes a gradient it
+writes these forms at once. Linears that share an input get their gradient side by side, in groups of 128 along the whole row.
+
+A saved tensor is dropped as soon as it was read: at that point the next ones are about to be made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.fused import FusedKernels, Rows
+from lockstep.models.fused import fused_kernels, gated, normed, operand, weight_of
+from lockstep.nn.device_context import output_rows
+from lockstep.nn.linear import Projection
+from lockstep.nn.mlp import MLP
+from lockstep.nn.norm import RMSNorm
+from lockstep.numerics.quantize import Quantized
+
+if TYPE_CHECKING:
+    from lockstep.models.fused_layer import Step
+
+
+@dataclass
+class Saved:
+    """What a layer's backward pass reads; see `fused_layer.py` for the sizes. y: None where it is made again, in BF16."""
+
+    h_TK: Tensor
+    qkv_TN: Tensor | None
+    out_THD: Tensor | None
+    lse_TH: Tensor | None
+    h2_TK: Tensor
+    gate_up: Rows | None
+    y: Quantized | None
+
+
+@dataclass
+class Grads:
+    """The parameter gradients of a layer so far, FP32, by the id of the parameter; only `wanted` ones are computed."""
+
+    kernels: FusedKernels
+    wanted: set[int]
+    found: dict[int, Tensor]
+
+    def want_weights(self, projection: Projection) -> bool:
+        """Whether some weight of this projection has a gradient."""
+        return any(id(linear.weight) in self.wanted for linear in projection.linears)
+
+    def quantize(self, projection: Projection, grad_TN: Tensor) -> tuple[Rows, Rows]:
+        """(what DGrad takes, what WGrad takes) of the gradient of a projection's output."""
+        first = projection.linears[0]
+        rows8 = first.fp8 and first.flow.dgrad.lhs.is_fp8
+        columns8 = first.fp8 and first.flow.wgrad.is_fp8 and self.want_weights(projection)
+        if not rows8 and not columns8:
+            return grad_TN, grad_TN
+        wanted = first.flow.dgrad.lhs if rows8 else first.flow.wgrad.lhs
+        rows, columns = self.kernels.quantize_both(grad_TN, wanted, rows=rows8, columns=columns8)
+        return (grad_TN if rows is None else rows), (grad_TN if columns is None else columns)
+
+    def biases(self, projection: Projection, grad_TN: Tensor) -> None:
+        """Sums over tokens."""
+        if any(linear.bias is not None and id(linear.bias) in self.wanted for linear in projection.linears):
+            parts = grad_TN.sum(0, dtype=torch.float32).split(projection.sizes)
+            for linear, part in zip(projection.linears, parts, strict=True):
+                if linear.bias is not None:
+                    self.found[id(linear.bias)] = part
+
+    def weights(self, projection: Projection, columns: Rows, x: Rows) -> None:
+        """grad^T x; `columns` from `quantize`, x as the forward's product took it."""
+        if not self.want_weights(projection):
+            return
+        if isinstance(columns, Quantized):
+            assert isinstance(x, Quantized)
+            x = self.kernels.regroup(x, projection.linears[0].flow.wgrad.rhs)
+        elif isinstance(x, Quantized):
+            x = x.dequantize()
+        dw = self.kernels.linear_wgrad(columns, x)
+        parts = dw.split(projection.sizes) if len(projection.sizes) > 1 else (dw,)
+        for linear, part in zip(projection.linears, parts, strict=True):
+            if id(linear.weight) in self.wanted:
+                self.found[id(linear.weight)] = part
+
+    def norm(self, norm: RMSNorm, grad_TK: Tensor, h_TK: Tensor, dh_TK: Tensor) -> Tensor:
+        """dh plus the gradient of the norm's input."""
+        assert norm.working.plain is not None
+        total, dw = self.kernels.norm_grad(grad_TK, h_TK, norm.working.plain, norm.eps, dh_TK)
+        self.keep(norm, dw)
+        return total
+
+    def keep(self, norm: RMSNorm | None, dw: Tensor | None) -> None:
+        """A norm's weight gradient, where it is wanted."""
+        if norm is not None and dw is not None and id(norm.weight) in self.wanted:
+            self.found[id(norm.weight)] = dw
+
+
+def layer_backward(
+    step: Step, saved: Saved, dh_TK: Tensor, ddelta_TK: Tensor, wanted: set[int]
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """(gradient of h and of delta alike, FP32 gradients of the `wanted` parameters by id). Empties `saved`."""
+    grads = Grads(fused_kernels(step.layer.self_attn.o_proj.kernels), wanted, {})
+    dh_TK = _mlp(step, saved, dh_TK.contiguous(), ddelta_TK.contiguous(), grads)
+    dh_TK = _attention(step, saved, dh_TK, grads)
+    return dh_TK, grads.found
+
+
+def _mlp(step: Step, saved: Saved, dh_TK: Tensor, ddelta_TK: Tensor, grads: Grads) -> Tensor:
+    """Gradient of the residual stream before the MLP."""
+    layer, kernels, mlp = step.layer, grads.kernels, step.layer.mlp
+    assert isinstance(mlp, MLP) and saved.gate_up is not None
+    down, gate_up = mlp.down_proj.alone, mlp.gate_up
+    rows, columns = grads.quantize(down, ddelta_TK)
+    if grads.want_weights(down):
+        grads.weights(down, columns, saved.y if saved.y is not None else _gated(mlp, saved.gate_up))
+    saved.y = None
+    dy_TN = kernels.linear_dgrad(rows, weight_of(down))
+    rows, columns = _swiglu(gate_up, dy_TN, saved.gate_up, grads)
+    saved.gate_up = None
+    del dy_TN, ddelta_TK
+    if grads.want_weights(gate_up):
+        _, x = normed(layer.post_attention_layernorm, saved.h2_TK, None, operand(gate_up))
+        grads.weights(gate_up, columns, x)
+    dx_TK = kernels.linear_dgrad(rows, weight_of(gate_up))
+    return grads.norm(layer.post_attention_layernorm, dx_TK, saved.h2_TK, dh_TK)
+
+
+def _gated(mlp: MLP, gate_up: Rows) -> Rows:
+    assert isinstance(gate_up, Tensor), "gate and up are kept in FP8 beside the codes of y only"
+    return gated(mlp, gate_up)
+
+
+def _swiglu(gate_up: Projection, dy_TN: Tensor, saved: Rows, grads: Grads) -> tuple[Rows, Rows]:
+    """Gradient of gate and up as the two products take it; codes in one pass where both want them."""
+    first = gate_up.linears[0]
+    both = first.fp8 and first.flow.dgrad.lhs.is_fp8 and first.flow.wgrad.is_fp8
+    if not both:
+        found = grads.kernels.swiglu_grad(dy_TN, saved, None)
+        assert isinstance(found, Tensor)
+        return grads.quantize(gate_up, found)
+    codes = grads.kernels.swiglu_grad(dy_TN, saved, first.flow.dgrad.lhs)
+    assert not isinstance(codes, Tensor)
+    return codes
+
+
+def _attention(step: Step, saved: Saved, dh_TK: Tensor, grads: Grads) -> Tensor:
+    """Gradient of the layer's input."""
+    layer, kernels, attention = step.layer, grads.kernels, step.layer.self_attn
+    out_THD, lse_TH, qkv_TN = saved.out_THD, saved.lse_TH, saved.qkv_TN
+    assert out_THD is not None and lse_TH is not None and qkv_TN is not None
+    o, qkv = attention.o_proj.alone, attention.qkv
+    rows, columns = grads.quantize(o, dh_TK)
+    grads.biases(o, dh_TK)
+    if grads.want_weights(o):
+        grads.weights(o, columns, output_rows(out_THD, attention))
+    dout_THD = kernels.linear_dgrad(rows, weight_of(o)).view(out_THD.shape)
+    saved.out_THD = saved.lse_TH = saved.qkv_TN = None
+    dqkv_TN, dq_weight, dk_weight = step.context.gradient(
+        step.number, dout_THD, qkv_TN, out_THD, lse_TH, attention
+    )
+    grads.keep(attention.q_norm, dq_weight)
+    grads.keep(attention.k_norm, dk_weight)
+    del out_THD, lse_TH, qkv_TN, dout_THD
+    rows, columns = grads.quantize(qkv, dqkv_TN)
+    grads.biases(qkv, dqkv_TN)
+    if grads.want_weights(qkv):
+        _, x = normed(layer.input_layernorm, saved.h_TK, None, operand(qkv))
+        grads.weights(qkv, columns, x)
+    dx_TK = kernels.linear_dgrad(rows, weight_of(qkv))
+    return grads.norm(layer.input_layernorm, dx_TK, saved.h_TK, dh_TK)

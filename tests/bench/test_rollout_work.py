@@ -1,0 +1,54 @@
+"""What `lockstep bench rollout` is asked for, and which goals its figures answer."""
+
+import pytest
+
+from lockstep.bench.rollout import GOALS, Throughput, Work, goals
+from lockstep.errors import ConfigError
+
+
+def test_a_work_is_parsed_and_named() -> None:
+    work = Work.parse("64x512+1024")
+    assert work == Work(64, 512, 1024)
+    assert work.name == "64 x (512 + 1024)"
+
+
+@pytest.mark.parametrize("text", ["", "64", "64x512", "0x512+8", "64x512+1024x", "64 x 512 + 1024", "-1x2+3"])
+def test_anything_else_is_refused_with_the_form(text: str) -> None:
+    with pytest.raises(ConfigError, match="PROMPTSxPROMPT_TOKENS"):
+        Work.parse(text)
+
+
+def test_prompts_are_the_same_for_both_engines_and_differ_from_each_other() -> None:
+    first, again = (Work(3, 5, 2).ids(32_000) for _ in range(2))
+    assert first == again
+    assert len({tuple(p) for p in first}) == 3
+    assert all(len(p) == 5 for p in first)
+
+
+def speeds(work: Work, **by_engine: float) -> list[Throughput]:
+    found = []
+    for name, speed in by_engine.items():
+        engine, _, flow = name.partition("_")
+        label = "vllm 0.26.0" if engine == "vllm" else engine
+        found.append(Throughput(label, {"fp8": "fp8+kv8"}.get(flow, flow), work.name, 1.0, speed))
+    return found
+
+
+def test_goals_are_ratios_of_this_work_only() -> None:
+    short, long = Work(64, 512, 1024), Work(256, 512, 2048)
+    found = speeds(short, lockstep_fp8=900.0, lockstep_bf16=600.0, vllm_fp8=600.0, vllm_bf16=450.0)
+    found += speeds(long, lockstep_fp8=1000.0, vllm_fp8=500.0)
+    reached = {g.id: g.value for g in goals(found, "qwen3-8b", [short, long])}
+    assert reached == {"C3a": 1.5, "C3b": 2.0, "C5a": 1.5, "C4a": 2.0}
+
+
+def test_other_models_and_works_answer_no_goal() -> None:
+    work = Work(64, 512, 1024)
+    found = speeds(work, lockstep_fp8=900.0, vllm_fp8=600.0)
+    assert goals(found, "qwen3-0.6b", [work]) == []
+    assert goals(found, "qwen3-8b", [Work(64, 512, 1000)]) == []
+
+
+def test_every_goal_has_an_id_of_its_own() -> None:
+    ids = [id for wanted in GOALS.values() for id, *_ in wanted]
+    assert len(ids) == len(set(ids))
