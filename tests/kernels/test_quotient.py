@@ -63,10 +63,10 @@ def midpoints() -> Values:
 
 
 def test_fma_rounds_once() -> None:
-    one, tiny = np.float32(1) + np.float32(2**-23), np.float32(2**-24)
-    found = fma(np.array([one, 1, 1]), np.array([tiny, tiny, tiny]), np.array([1, 1, 3 * tiny]))
-    assert found.tolist() == [one, 1.0, float(4 * tiny)]
-    assert float(one * tiny + np.float32(1)) == 1.0  # two roundings lose it
+    a, b = np.float32([1 + 2**-12, 1 + 2**-23, 1]), np.float32([1 + 2**-12, 2**-24, 2**-24])
+    c = np.float32([-(1 + 2**-11), 1, 1])
+    assert fma(a, b, c).tolist() == [2**-24, 1 + 2**-23, 1.0]
+    assert (a * b + c).tolist() != fma(a, b, c).tolist()
 
 
 @pytest.mark.parametrize("off", ULPS)
@@ -84,7 +84,9 @@ def test_every_bf16_value_under_every_bf16_maximum(off: int) -> None:
 @pytest.mark.parametrize("off", ULPS)
 def test_fp32_values_next_to_a_midpoint(off: int) -> None:
     generator = np.random.default_rng(1)
-    bits = np.concatenate([generator.integers(1 << 23, 1 << 24, 4000), [1 << 23, (1 << 24) - 1, (1 << 24) - 2]])
+    bits = np.concatenate(
+        [generator.integers(1 << 23, 1 << 24, 4000), [1 << 23, (1 << 24) - 1, (1 << 24) - 2]]
+    )
     scale, middle = (x.ravel() for x in np.meshgrid(bits.astype(np.float32), midpoints()))
     for ulps in range(-4, 5):
         x = moved((scale.astype(np.float64) * middle).astype(np.float32), ulps)
@@ -92,7 +94,9 @@ def test_fp32_values_next_to_a_midpoint(off: int) -> None:
 
 
 def test_without_the_correction_codes_differ() -> None:
-    scale, middle = (x.ravel() for x in np.meshgrid(np.arange(1 << 23, (1 << 23) + 999, dtype=np.float32), midpoints()))
+    scale, middle = (
+        x.ravel() for x in np.meshgrid(np.arange(1 << 23, (1 << 23) + 999, dtype=np.float32), midpoints())
+    )
     x = (scale.astype(np.float64) * middle).astype(np.float32)
     assert not same_codes(x * (np.float32(1) / scale), x / scale)
 

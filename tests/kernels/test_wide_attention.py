@@ -25,11 +25,11 @@ SHAPES = [AttentionShape("wide", *heads) for heads in HEADS]
 NAMES = ["-".join(map(str, heads)) for heads in HEADS]
 VALUES = 14_000_000
 PLANS = (
-    {"pingpong": False},
+    {"pingpong": True},
     {"stages": 2},
-    {"spill": True},
+    {"held": False, "spill": False},
     {"persistent": False},
-    {"held": True},
+    {"held": False, "pingpong": True},
 )
 
 

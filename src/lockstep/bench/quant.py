@@ -5,6 +5,14 @@
     swiglu        silu(gate) up, codes and scales in one pass
     rope          q/k norm, rotation, write to the paged cache (BF16 or FP8) in one pass
 
+and, with many rows, what the backward pass has:
+
+    both          BF16 gradients to rows and to columns along tokens
+    regroup       codes of rows to codes of columns
+    d swiglu      gradient of gate and up, as rows and columns (from BF16 gate and up, or from codes)
+    d norm        gradient of the norm added to the residual stream's, and of its weight
+    d rope        gradient of the projected row, through saturation, rotation and q/k norm
+
 All of them move bytes and compute little. Few rows (decode) are timed in a CUDA graph on warm operands: there the figure is
 microseconds, most of them a launch. Many rows are timed with the L2 emptied: there the figure is the share of a large copy's
 bandwidth.
@@ -67,6 +75,21 @@ def works(models: Sequence[str], rows: int) -> Iterator[Work]:
     for shape in attentions(models):
         for fp8 in (False, True):
             yield rope_work(rows, shape, fp8=fp8)
+    if rows > GRAPH_ROWS:
+        yield from backward_works(models, rows)
+
+
+def backward_works(models: Sequence[str], rows: int) -> Iterator[Work]:
+    """What surrounds the products of the backward pass; bytes as in `kernels/triton/columns.py`."""
+    for width in dict.fromkeys(norm_widths(models) + mlp_widths(models)):
+        yield from columns_works(rows, width)
+    for width in norm_widths(models):
+        yield norm_backward_work(rows, width)
+    for width in mlp_widths(models):
+        for fp8 in (False, True):
+            yield swiglu_backward_work(rows, width, fp8=fp8)
+    for shape in attentions(models):
+        yield rope_backward_work(rows, shape)
 
 
 def quantize_work(rows: int, width: int) -> Work:
@@ -142,6 +165,73 @@ def rope_work(rows: int, shape: AttentionShape, *, fp8: bool) -> Work:
     nbytes = 2 * qkv.numel() + written + rows * (4 * dim + 16)
     name = f"rope, {'fp8' if fp8 else 'bf16'} cache"
     return Work(name, f"H {shape.heads} G {heads} D {dim}", rows, nbytes, call, separate)
+
+
+def columns_works(rows: int, width: int) -> Iterator[Work]:
+    """x [M, N] to both forms, and from the codes of one to those of the other."""
+    from lockstep.kernels.triton.columns import quantize_both, regroup
+    from lockstep.kernels.triton.quantize import quantize_rows
+
+    x = _random(rows, width)
+    codes = quantize_rows(x, pow2=False)
+
+    def separate() -> None:
+        quantize_rows(x, pow2=False)
+        quantize_both(x, pow2=False, rows=False)
+
+    form = _code_bytes(rows, width)
+    call = partial(quantize_both, x, pow2=False)
+    yield Work("both", f"N {width}", rows, 2 * x.numel() + 2 * form, call, separate)
+    yield Work("regroup", f"N {width}", rows, 2 * form, partial(regroup, *codes, pow2=False))
+
+
+def norm_backward_work(rows: int, width: int) -> Work:
+    """Gradients of a norm's output and of the stream [M, K] to that of the stream before it."""
+    from lockstep.kernels.triton.norm_backward import norm_backward
+
+    grad, h, dh = (_random(rows, width) for _ in range(3))
+    weight = torch.ones(width, dtype=torch.bfloat16, device="cuda")
+    call = partial(norm_backward, grad, h, weight, 1e-6, dh)
+    return Work("d norm", f"K {width}", rows, 8 * h.numel() + 6 * width, call)
+
+
+def swiglu_backward_work(rows: int, width: int, *, fp8: bool) -> Work:
+    """Gradient [M, N] to rows and columns of that of gate and up, which are BF16 or (`fp8`) codes."""
+    from lockstep.kernels.triton.columns import quantize_both
+    from lockstep.kernels.triton.quantize import quantize_rows
+    from lockstep.kernels.triton.swiglu_backward import swiglu_backward
+
+    grad, plain = _random(rows, width), _random(rows, 2 * width)
+    fp8 = fp8 and width % BLOCK == 0
+    gate_up = quantize_rows(plain, pow2=False) if fp8 else plain
+
+    def separate() -> None:
+        found = swiglu_backward(grad, gate_up, pow2=False, fp8=False)
+        assert isinstance(found, Tensor)
+        quantize_both(found, pow2=False)
+
+    form = _code_bytes(rows, 2 * width)
+    nbytes = 2 * grad.numel() + (form if fp8 else 2 * plain.numel()) + 2 * form
+    name = f"d swiglu, {'codes' if fp8 else 'bf16'}"
+    call = partial(swiglu_backward, grad, gate_up, pow2=False, fp8=True)
+    return Work(name, f"N {width}", rows, nbytes, call, separate)
+
+
+def rope_backward_work(rows: int, shape: AttentionShape) -> Work:
+    """dq, dk, dv to the gradient of the projected row, with an FP8 cache's scales."""
+    from lockstep.kernels.triton.rope_backward import rope_backward
+
+    heads, dim = shape.kv_heads, shape.head_dim
+    qkv = _random(rows, shape.row_width)
+    dq, dk, dv = (_random(rows, n * dim).view(rows, n, dim) for n in (shape.heads, heads, heads))
+    norms = (torch.ones(dim, dtype=torch.bfloat16, device="cuda"),) * 2 if shape.norm else None
+    scales = (torch.full((heads,), 0.02, device="cuda"),) * 2
+    table = torch.randn(rows, 2, dim // 2, device="cuda")
+    positions = torch.arange(rows, device="cuda")
+    call = partial(rope_backward, dq, dk, dv, qkv, table, positions, norms=norms, eps=1e-6, scales=scales)
+    read = qkv.numel() if shape.norm else qkv.numel() - dq.numel()
+    nbytes = 2 * (2 * qkv.numel() + read) + rows * (4 * dim + 8)
+    return Work("d rope", f"H {shape.heads} G {heads} D {dim}", rows, nbytes, call)
 
 
 def _record(work: Work, ceilings: Ceilings) -> dict[str, Any]:

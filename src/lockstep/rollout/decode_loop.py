@@ -71,6 +71,7 @@ class DecodeLoop:
         state.use_scales(scales)
         state.check_storage()
         state.flag.zero_()
+        state.cursor.zero_()  # the halves of the buffers alternate from here on, on both sides
 
     def advance(self) -> None:
         """Admits, launches one window, and reads the oldest in flight."""

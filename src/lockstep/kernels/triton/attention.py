@@ -36,7 +36,7 @@ Codes = tuple[Tensor, Tensor]
 PAGE = 64
 CHUNK = 2048
 """Keys of one chunk: a part of the definition, since it fixes where states are joined."""
-WIDE = False
+WIDE = True
 """Whether prefill goes through `wide_attention.py` where that takes the shapes. No bit may depend on it."""
 LOG2E = 1.0 / math.log(2.0)
 

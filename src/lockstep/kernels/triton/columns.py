@@ -21,8 +21,8 @@ A non-finite value makes the scale of its groups NaN or infinity, and with it th
 overflowed must not turn into plausible codes.
 
 The codes are those of the true quotient x / scale, rounded as a division rounds it, in two or three instructions instead of ten
-and a branch. BF16 values: x r + x (1 / scale - r), with r a little too small, which keeps a zero's sign. FP32 values: from x r one
-step of correction (Markstein, IBM J. Res. Dev. 34, 1990). Both were checked for all that matters, which is which side of a
+and a branch. BF16 values: x r + x (1 / scale - r), with r a little too small, which keeps a zero's sign. FP32 values: from x r
+one step of correction (Markstein, IBM J. Res. Dev. 34, 1990). Both were checked for all that matters, which is which side of a
 midpoint between two codes they end up on: every BF16 x and amax, and every FP32 scale with the values next to each midpoint.
 `tests/kernels/test_quotient.py` repeats the first and a sample of the second.
 
@@ -101,7 +101,9 @@ def _divided(x, scale, AXIS: gl.constexpr, POW2: gl.constexpr, SHORT: gl.constex
     """x / scale as a division rounds it, in FP32; scale from `_scale_of`. SHORT: x are BF16 values."""
     r = approximate_reciprocal(scale)
     if SHORT and not POW2:
-        r = (r.to(gl.int32, bitcast=True) - 4).to(gl.float32, bitcast=True)  # too small, so that the rest is positive
+        r = (r.to(gl.int32, bitcast=True) - 4).to(
+            gl.float32, bitcast=True
+        )  # too small, so that the rest is positive
         e = gl.fma(scale, r, gl.full_like(r, -1.0))
         rest = gl.fma(e, e, e * -1.0) * r
         return gl.fma(x, gl.expand_dims(r, AXIS), x * gl.expand_dims(rest, AXIS))
@@ -148,7 +150,9 @@ def tile_layout(warps):
 def tile_places():
     """(tokens [128], columns [128]) of a tile as threads own them."""
     owned: gl.constexpr = tile_layout(gl.num_warps())
-    return gl.arange(0, 128, layout=gl.SliceLayout(1, owned)), gl.arange(0, 128, layout=gl.SliceLayout(0, owned))
+    return gl.arange(0, 128, layout=gl.SliceLayout(1, owned)), gl.arange(
+        0, 128, layout=gl.SliceLayout(0, owned)
+    )
 
 
 @gluon.jit
@@ -185,7 +189,7 @@ def store_columns(x, tile, block, words_ptr, scale_ptr, N, words_stride, POW2: g
     gl.store(words_ptr + at, words, mask=gl.expand_dims(n < columns, 1) & gl.expand_dims(w < 32, 0))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T", "scale_stride"])
 def _both(
     x_ptr,
     codes_ptr,

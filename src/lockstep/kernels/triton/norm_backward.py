@@ -30,7 +30,7 @@ def _plus(a, b, c, d):
     return a + c, b + d
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _norm_backward(
     grad_ptr,
     x_ptr,
@@ -66,7 +66,7 @@ def _norm_backward(
     tl.store(part_ptr + own * K + c, dw, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _sum_parts(part_ptr, out_ptr, parts, K, R: tl.constexpr, B: tl.constexpr):
     c, r = tl.program_id(0) * B + tl.arange(0, B), tl.arange(0, R)
     total = tl.zeros((R, B), tl.float32)

@@ -27,7 +27,7 @@ ROWS = 16
 """Rows of a tile."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _heads_backward(
     grad_ptr,
     x_ptr,

@@ -65,7 +65,7 @@ def _values(x, scale_ptr, scale_at, known, FROM_CODES: gl.constexpr):
     return widened(x)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T", "x_scale_stride", "scale_stride"])
 def _swiglu_codes(
     grad_ptr,
     x_ptr,
@@ -106,17 +106,23 @@ def _swiglu_codes(
     async_copy.async_copy_global_to_shared(up_smem, x_ptr + N + at, mask=inside)
     async_copy.commit_group()
     async_copy.wait_group(0)
-    owned: gl.constexpr = tile_layout(gl.num_warps())
-    at = block.to(gl.int64) * x_scale_stride + tile * 128 + t
-    gate = _values(gate_smem.load(owned), x_scale_ptr, at, known, FROM_CODES)
-    at += half.to(gl.int64) * x_scale_stride
-    up = _values(up_smem.load(owned), x_scale_ptr, at, known, FROM_CODES)
-    d_gate, d_up = _gradient(widened(dy_smem.load(owned)), gate, up)
     gate_out, up_out = dy_smem, up_smem
     if FROM_CODES:
         up_out = gl.allocate_shared_memory(gl.bfloat16, [128, 128], plain)
-    gate_out.store(d_gate)
-    up_out.store(d_up)
+    part: gl.constexpr = gl.BlockedLayout([32 // gl.num_warps(), 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    r = gl.arange(0, 128, layout=gl.SliceLayout(1, part))
+    at = block.to(gl.int64) * x_scale_stride + tile * 128 + r
+    for first_column in gl.static_range(0, 128, 64):  # in parts, so that no register is spilled
+        dy = widened(dy_smem.slice(first_column, 64, 1).load(part))
+        gate = gate_smem.slice(first_column, 64, 1).load(part)
+        up = up_smem.slice(first_column, 64, 1).load(part)
+        gate = _values(gate, x_scale_ptr, at, r < T - tile * 128, FROM_CODES)
+        up_at = at + half.to(gl.int64) * x_scale_stride
+        up = _values(up, x_scale_ptr, up_at, r < T - tile * 128, FROM_CODES)
+        d_gate, d_up = _gradient(dy, gate, up)
+        gate_out.slice(first_column, 64, 1).store(d_gate)
+        up_out.slice(first_column, 64, 1).store(d_up)
+    owned: gl.constexpr = tile_layout(gl.num_warps())
     for which in gl.static_range(2):
         if which == 0:
             x = gate_out.load(owned)
@@ -129,7 +135,7 @@ def _swiglu_codes(
             store_columns(x, tile, to, words_ptr, column_scale_ptr, 2 * N, words_stride, POW2)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T", "x_scale_stride"])
 def _swiglu_plain(
     grad_ptr,
     x_ptr,

@@ -402,9 +402,9 @@ class Plan:
     """
 
     stages: int = 4
-    pingpong: bool = True
-    held: bool = False
-    spill: bool = False
+    pingpong: bool = False
+    held: bool = True
+    spill: bool = True
     persistent: bool = True
 
 
