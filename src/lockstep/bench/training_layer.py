@@ -142,7 +142,7 @@ def run_layer(
     say: Say,
 ) -> Result:
     """One layer of a model shape over packed sequences of these lengths."""  # fmt: skip
-    spec = replace(preset(model), num_layers=1, vocab_size=1024)
+    spec = replace(preset(model), num_layers=1, vocab_size=1024, bos_id=None, eos_ids=(), pad_id=None)
     decoder = random_masters(spec, flow, kernels)
     decoder.save_fp8 = save_fp8
     batch = random_batch(decoder, lengths)
