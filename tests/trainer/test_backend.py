@@ -97,11 +97,15 @@ def test_hopper_refuses_what_it_can_not_train(
         chosen(replace(make_spec(flow), kernels="hopper"), model)
 
 
-@pytest.mark.parametrize("name", ["checkpointing", "save_fp8"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("checkpointing", True), ("save_fp8", True), ("deterministic", False)]
+)
 def test_options_of_a_gpu_have_no_effect_elsewhere_and_are_refused(
-    name: str, make_spec: MakeSpec, gpu: None
+    name: str, value: bool, make_spec: MakeSpec, gpu: None
 ) -> None:
-    spec = make_spec(kernels="auto", update=UpdateSpec(1, **{name: True}))
+    spec = make_spec(kernels="auto", update=UpdateSpec(1, **{name: value}))
     assert chosen(spec).fused
-    with pytest.raises(ConfigError, match=f"update.{name}: has no effect on reference kernels.*leave it off"):
+    with pytest.raises(
+        ConfigError, match=f"update.{name}: has no effect on reference kernels.*leave it at its default"
+    ):
         chosen(replace(spec, kernels="reference"))

@@ -144,15 +144,15 @@ def _layers(decoder: Decoder, micro: MicroBatch) -> list[Callable[[State], State
     context: Any = packed_context(micro.positions_T, micro.index, decoder.kernels)
     cos_sin = decoder.model.rope.at(micro.positions_T)
 
-    def fused(number: int, layer: Any) -> Callable[[State], State]:
-        step = Step(layer, number, context, decoder.checkpointing, decoder.save_fp8)
+    def fused(number: int) -> Callable[[State], State]:
+        step = Step.of(decoder, number, context)
         return lambda state: step.apply(state[0], state[1])
 
     def plain(layer: Any) -> Callable[[State], State]:
         return lambda state: (layer(state[0], context, cos_sin),)
 
     layers = enumerate(decoder.model.layers)
-    return [fused(i, layer) if decoder.kernels.fused else plain(layer) for i, layer in layers]
+    return [fused(i) if decoder.kernels.fused else plain(layer) for i, layer in layers]
 
 
 def _packed(decoder: Decoder, texts: Sequence[Completion]) -> MicroBatch:

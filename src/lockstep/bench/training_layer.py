@@ -138,13 +138,14 @@ def run_layer(
     *,
     iterations: int,
     save_fp8: bool,
+    deterministic: bool,
     profiled: bool,
     say: Say,
 ) -> Result:
     """One layer of a model shape over packed sequences of these lengths."""  # fmt: skip
     spec = replace(preset(model), num_layers=1, vocab_size=1024, bos_id=None, eos_ids=(), pad_id=None)
     decoder = random_masters(spec, flow, kernels)
-    decoder.save_fp8 = save_fp8
+    decoder.save_fp8, decoder.deterministic = save_fp8, deterministic
     batch = random_batch(decoder, lengths)
     sides = make_sides(decoder, lengths)
     say(sides.choices)
@@ -188,7 +189,7 @@ def layers_of(sides: Sides, batch: Batch) -> tuple[dict[str, Layer], list[Tensor
     for side in (decoder, sides.theirs.baseline.decoder):
         side.model.rope.reserve(packing.longest, positions.device)
     context: Any = packed_context(positions, batch.micro.index, decoder.kernels, scales=sides.ours.scales)
-    step = Step(layer, 0, context, decoder.checkpointing, decoder.save_fp8)
+    step = Step.of(decoder, 0, context)
     baseline = sides.theirs.baseline.layers[0]
     functions: dict[str, Layer] = {
         "fp8": step.apply,

@@ -28,6 +28,10 @@ SaveFP8 = Annotated[
     bool,
     typer.Option("--save-fp8/--no-save-fp8", help="Keep gate and up in FP8 until the backward pass."),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option("--deterministic", help="The same bits in every run on our side; the baseline's differ."),
+]
 Profile = Annotated[bool, typer.Option("--profile", help="Also print the longest kernels of each side.")]
 ModelPath = Annotated[
     Path,
@@ -45,6 +49,7 @@ def layer(
     tokens: Tokens = 4096,
     iterations: Iterations = 20,
     save_fp8: SaveFP8 = False,
+    deterministic: Deterministic = False,
     profile: Profile = False,
     out: Out = None,
     goals: Goals = False,
@@ -63,6 +68,7 @@ def layer(
         card,
         iterations=iterations,
         save_fp8=save_fp8,
+        deterministic=deterministic,
         profiled=profile,
         say=typer.echo,
     )
@@ -79,6 +85,7 @@ def train(
     iterations: Iterations = 4,
     flow: FlowName = "fp8",
     save_fp8: SaveFP8 = True,
+    deterministic: Deterministic = False,
     lean: Annotated[
         bool, typer.Option("--lean", help="The baseline makes norm and SwiGLU outputs again too.")
     ] = False,
@@ -98,7 +105,7 @@ def train(
 
     kernels, card = _kernels_and_card(ceilings)
     decoder = random_masters(preset(model), _flow(flow), kernels)
-    decoder.save_fp8 = save_fp8
+    decoder.save_fp8, decoder.deterministic = save_fp8, deterministic
     lengths, scales = [tokens] * sequences, _scales(decoder)
     sides = make_sides(decoder, lengths, scales=scales, lean=lean)
     typer.echo(sides.choices)
@@ -130,6 +137,7 @@ def step(
     steps: Annotated[int, typer.Option(min=1, help="Measured steps; times are medians.")] = 1,
     flow: FlowName = "fp8+kv8",
     save_fp8: SaveFP8 = True,
+    deterministic: Deterministic = False,
     out: Out = None,
     goals: Goals = False,
 ) -> None:
@@ -145,7 +153,7 @@ def step(
     kernels, card = _kernels_and_card(ceilings)
     work = bench.StepWork(prompts, samples, prompt_tokens, new_tokens, microbatch_tokens)
     decoder = random_masters(preset(model), _flow(flow), kernels)
-    decoder.save_fp8 = save_fp8
+    decoder.save_fp8, decoder.deterministic = save_fp8, deterministic
     found = bench.run_step(decoder, work, steps=steps, say=typer.echo)
     _say(found.lines())
     name = f"step-{model}-{prompts}x{samples}x{prompt_tokens}+{new_tokens}"

@@ -122,8 +122,10 @@ class FusedKernels(Protocol):
         lse_TH: Tensor,
         index: Any,
         form: AttentionForm,
+        *,
+        deterministic: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv); keys and values as `form` says."""
+        """(dq, dk, dv); keys and values as `form` says. deterministic: the same bits in every run."""
 
     def quantize_kv(self, x_SGD: Tensor, scale_G: Tensor) -> Tensor:
         """e4m3 codes of keys or values; larger values saturate."""

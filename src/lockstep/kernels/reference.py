@@ -214,8 +214,10 @@ class ReferenceKernels:
         lse_TH: Tensor,
         index: AttentionIndex,
         form: AttentionForm = PLAIN,
+        *,
+        deterministic: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `reference_attention.attention_backward`."""
+        """See `reference_attention.attention_backward`; it is deterministic either way."""
         return attention_backward(grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_TH, index, form, self.sum_type)
 
     # Output head ----------------------------------------------------------------------------------------------

@@ -34,4 +34,5 @@ def sharing_decoder(other: Decoder, flow: Flow, kernels: Kernels | None = None) 
     decoder = empty_decoder(other.spec, flow, kernels or other.kernels, torch.device("meta"))
     decoder.share_masters(other)
     decoder.checkpointing, decoder.save_fp8 = other.checkpointing, other.save_fp8
+    decoder.deterministic = other.deterministic
     return decoder

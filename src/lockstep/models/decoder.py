@@ -101,8 +101,9 @@ class Trunk(nn.Module):
 class Decoder(nn.Module):
     """A causal language model under one flow. Call `refresh` after every change of the master weights.
 
-    Where kernels fuse, two attributes trade memory of the training forward. checkpointing: a layer keeps its input only and runs
+    Where kernels fuse, attributes trade memory of the training forward. checkpointing: a layer keeps its input only and runs
     again in the backward pass, with the same bits. save_fp8: FP8 layers keep gate and up as codes; gradients change a little.
+    Without `deterministic` the gradient of attention may come from a library that adds in no fixed order, where it is faster.
     """
 
     def __init__(self, spec: ModelSpec, flow: Flow, kernels: Kernels) -> None:
@@ -113,6 +114,7 @@ class Decoder(nn.Module):
             self.lm_head = Table(spec.vocab_size, spec.hidden_size, flow=flow, kernels=kernels)
         self.version = self.refreshes = 0
         self.checkpointing = self.save_fp8 = False
+        self.deterministic = True
 
     @property
     def device(self) -> torch.device:

@@ -165,7 +165,7 @@ def _attention(step: Step, saved: Saved, dh_TK: Tensor, grads: Grads) -> Tensor:
     dout_THD = kernels.linear_dgrad(rows, weight_of(o)).view(out_THD.shape)
     saved.out_THD = saved.lse_TH = saved.qkv_TN = None
     dqkv_TN, dq_weight, dk_weight = step.context.gradient(
-        step.number, dout_THD, qkv_TN, out_THD, lse_TH, attention
+        step.number, dout_THD, qkv_TN, out_THD, lse_TH, attention, deterministic=step.deterministic
     )
     grads.keep(attention.q_norm, dq_weight)
     grads.keep(attention.k_norm, dk_weight)

@@ -49,9 +49,8 @@ def hidden(decoder: Decoder, ids_T: Tensor, context: DevicePacked) -> Tensor:
     refuse(decoder)
     h_TK: Tensor = decoder.model.embed_tokens(ids_T)
     delta_TK: Tensor | None = None
-    for number, layer in enumerate(decoder.model.layers):
-        step = Step(layer, number, context, decoder.checkpointing, decoder.save_fp8)  # type: ignore[arg-type]
-        h_TK, delta_TK = step.apply(h_TK, delta_TK)
+    for number in range(len(decoder.model.layers)):
+        h_TK, delta_TK = Step.of(decoder, number, context).apply(h_TK, delta_TK)
     context.finish()
     norm = decoder.model.norm
     return _FinalNorm.apply(h_TK, delta_TK, norm.weight, norm)  # type: ignore[no-any-return]
@@ -77,6 +76,13 @@ class Step:
     context: DevicePacked
     checkpointing: bool
     save_fp8: bool
+    deterministic: bool
+
+    @classmethod
+    def of(cls, decoder: Decoder, number: int, context: DevicePacked) -> Step:
+        """As the decoder's attributes say."""
+        layer: Any = decoder.model.layers[number]
+        return cls(layer, number, context, decoder.checkpointing, decoder.save_fp8, decoder.deterministic)
 
     def apply(self, h_TK: Tensor, delta_TK: Tensor | None) -> tuple[Tensor, Tensor]:
         """(residual stream, what is to be added to it), differentiable in both and in the layer's parameters."""

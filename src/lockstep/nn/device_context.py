@@ -139,16 +139,20 @@ class DevicePacked:
         out_THD: Tensor,
         lse_TH: Tensor,
         attention: Attention,
+        *,
+        deterministic: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Gradients of the projected rows [T, N] and of the weights of the q and k norm, from that of the output; queries, keys
-        and codes are made again. Saturated elements get none."""
+        and codes are made again. Saturated elements get none. deterministic: see `Decoder`."""
         kernels, scales = fused_kernels(attention), self._used(layer)
         q, k, v = self._rows(qkv_TN, attention)
         form = PLAIN
         if scales is not None:
             k, v = kernels.quantize_kv(k, scales[0]), kernels.quantize_kv(v, scales[1])
             form = AttentionForm(*scales)
-        dq, dk, dv = kernels.attention_grad(grad_THD, q, k, v, out_THD, lse_TH, self.index, form)
+        dq, dk, dv = kernels.attention_grad(
+            grad_THD, q, k, v, out_THD, lse_TH, self.index, form, deterministic=deterministic
+        )
         return kernels.rope_grad(
             dq,
             dk,

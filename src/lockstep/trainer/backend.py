@@ -23,13 +23,18 @@ def choose_kernels(spec: RunSpec, model: ModelSpec, flows: FlowPair) -> Kernels:
     dense = unsupported(model, flows.trainer, flows.rollout) is None
     kernels = select(spec.kernels, dense=dense)
     refuse_unsupported(kernels, model, flows.trainer, flows.rollout)
-    for name, there in (("checkpointing", spec.update.checkpointing), ("save_fp8", spec.update.save_fp8)):
+    asked = {
+        "checkpointing": spec.update.checkpointing,
+        "save_fp8": spec.update.save_fp8,
+        "deterministic": not spec.update.deterministic,
+    }
+    for name, there in asked.items():
         if there and not kernels.fused:
             raise ConfigError(
                 f"has no effect on {kernels.name} kernels",
                 where=f"update.{name}",
                 why="they keep what autograd keeps",
-                fix="leave it off, or set kernels to hopper",
+                fix="leave it at its default, or set kernels to hopper",
             )
     return kernels
 

@@ -103,6 +103,7 @@ def make_parts(spec: RunSpec) -> Parts:
     kernels = choose_kernels(spec, model_spec, flows)
     decoder = empty_decoder(model_spec, flows.trainer, kernels, device_of(kernels))
     decoder.checkpointing, decoder.save_fp8 = spec.update.checkpointing, spec.update.save_fp8
+    decoder.deterministic = spec.update.deterministic
     load_masters(decoder, model_path)
     prompts, dropped = load_prompts(spec.data, tokenizer, spec.seed)
     stream = PromptStream(

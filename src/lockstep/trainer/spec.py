@@ -97,6 +97,9 @@ class UpdateSpec:
     save_fp8: bool = False
     """On a GPU: FP8 layers keep the inputs of SwiGLU as FP8 codes until the backward pass. The forward's bits stay, gradients
     change a little."""
+    deterministic: bool = True
+    """Gradients have the same bits in every run. Off, on a GPU with a BF16 KV cache, the gradient of attention may come from a
+    library that adds in no fixed order: faster for long sequences of equal lengths."""
 
     def __post_init__(self) -> None:
         if self.steps < 0 or min(self.mini_batches, self.epochs, self.max_tokens_per_microbatch) < 1:
