@@ -130,6 +130,15 @@ def rollout(
 
 
 @app.command()
+def goals() -> None:
+    """What the project promises, what was measured, and the command for each: the table of docs/goals.md."""
+    from lockstep.bench.goals import read_goals
+    from lockstep.bench.promises import table
+
+    typer.echo("\n".join(table(read_goals())))
+
+
+@app.command()
 def price(
     model: Annotated[str, typer.Option(metavar="NAME", help="Model shape; weights are random.")] = "qwen3-8b",
     work: Annotated[
