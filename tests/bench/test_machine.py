@@ -40,7 +40,7 @@ def test_a_machine_without_the_gpu_is_refused_in_one_line(
 def test_bad_arguments_are_refused_before_anything_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "missing", lambda: None)
+    monkeypatch.setattr(machine, "hopper_missing", lambda: None)
     monkeypatch.setenv(machine.WORKSPACE, "0")
     assert run("bench", "check", "--sanitize", "memcheck,nonsense") == 2
     assert "--sanitize: 'nonsense' is unknown -> one of memcheck, racecheck" in capsys.readouterr().err
@@ -86,7 +86,7 @@ def test_the_reason_is_named(
 
 
 def test_the_workspace_is_set_to_zero_unless_somebody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "missing", lambda: None)
+    monkeypatch.setattr(machine, "hopper_missing", lambda: None)
     monkeypatch.setenv(machine.WORKSPACE, "4096")
     require_hopper("this")
     assert os.environ[machine.WORKSPACE] == "4096"

@@ -21,6 +21,9 @@ def test_every_command_exists_and_writes_goals() -> None:
     root = typer.main.get_command(app)
     for promise in PROMISES:
         command, words = root, promise.command.split()
+        if words[0] == "python":
+            assert (ROOT / words[1]).is_file() and "--goals" in words, promise.command
+            continue
         while hasattr(command, "commands"):
             command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
         options = {option for parameter in command.params for option in parameter.opts}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.bench.machine import WORKSPACE, missing
+from lockstep.kernels.table import WORKSPACE, hopper_missing
 
 os.environ.setdefault(WORKSPACE, "0")
 
@@ -16,7 +16,7 @@ os.environ.setdefault(WORKSPACE, "0")
 @pytest.fixture(scope="session")
 def hopper() -> SimpleNamespace:
     """The kernel modules, by name."""
-    reason = missing()
+    reason = hopper_missing()
     if reason:
         pytest.skip(reason)
     from lockstep.kernels.triton import attention, gemm, head, narrow_gemm, norm, quantize, rope, swiglu

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.library import library_scale
-from lockstep.kernels.reference import ReferenceKernels
+from lockstep.kernels.reference import PackedWeight, ReferenceKernels
 from lockstep.kernels.renew import Source
 from lockstep.models.decoder import BETWEEN, Decoder
 from lockstep.numerics.fingerprint import fingerprint
@@ -99,7 +99,7 @@ def test_codes_scales_and_account(shape: tuple[int, int], kind: ScaleKind, kerne
         assert there.version.count == seed + 1
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (4096,), (5,), (64,)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (4096,), (5,), (64,), (4100,), (70_001, 130)], ids=str)
 def test_plain_values(shape: tuple[int, ...], kernels: Any) -> None:
     held = None
     for seed in range(2):
@@ -112,6 +112,19 @@ def test_plain_values(shape: tuple[int, ...], kernels: Any) -> None:
         before = master(*(shape if len(shape) == 2 else (1, *shape)), 0).view(shape).bfloat16()
         changed = int((before.view(torch.int16) != x.bfloat16().view(torch.int16)).sum())
         assert found.changed == (changed if seed else x.numel()) and found.max_rel == 0.0
+
+
+@pytest.mark.parametrize("first", [1, 2, 4])
+def test_values_beside_each_other_in_one_storage(first: int, kernels: Any) -> None:
+    """Neither master nor working copy begins where a vector load could."""
+    x = master(300, 256).flatten()[: 300 * 255 + 8]
+    stacked, alone = x.cuda()[first : first + 300 * 255], torch.zeros(300 * 255 + 8).bfloat16()
+    place = PackedWeight(None, alone.cuda()[first : first + 300 * 255], None)
+    found = next(kernels.refresh([Source("w", stacked, BF16, torch.bfloat16, place)]))
+    want = x[first : first + 300 * 255].bfloat16()
+    assert found.packed is place and found.fingerprint == fingerprint(want)
+    assert_same_bytes(place.plain, want)
+    assert found.changed == int((want.view(torch.int16) != 0).sum())
 
 
 def test_many_tensors_of_many_shapes_at_once(kernels: Any) -> None:

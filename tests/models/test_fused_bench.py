@@ -106,7 +106,8 @@ def test_the_plan_counts_what_a_layer_keeps(
     decoder = sides.ours.decoder
     batch = random_batch(decoder, LENGTHS)
     context = packed_context(batch.micro.positions_T, batch.micro.index, decoder.kernels)
-    step = Step(decoder.model.layers[0], 0, context, False, save_fp8)  # type: ignore[arg-type]
+    decoder.save_fp8 = save_fp8
+    step = Step.of(decoder, 0, context)  # type: ignore[arg-type]
     with torch.no_grad():
         embedded = decoder.model.embed_tokens(batch.micro.ids_T)
         saved = step.again(embedded)

@@ -15,6 +15,7 @@ from lockstep.kernels.reference import PackedWeight, ReferenceKernels
 from lockstep.kernels.renew import Renewed, Source, renew
 from lockstep.models.decoder import BETWEEN, Decoder
 from lockstep.nn.linear import Linear
+from lockstep.nn.working import refresh
 from lockstep.numerics.fingerprint import Fingerprint, fingerprint
 from lockstep.numerics.flow import Flow, bf16_flow, fp8_flow
 from lockstep.numerics.quantize import quantize
@@ -50,7 +51,7 @@ class InPlaceKernels(ReferenceKernels):
         values = packed.plain if packed.codes is None else packed.codes.codes
         assert values is not None
         found = fingerprint(values, None if packed.codes is None else packed.codes.scale)
-        return replace(made, packed=packed, fingerprint=found if self.told else None)
+        return made._replace(packed=packed, fingerprint=found if self.told else None)
 
 
 def tensors(packed: PackedWeight) -> list[Tensor]:
@@ -184,6 +185,35 @@ def test_a_working_copy_that_was_exchanged_is_read(toy: SimpleNamespace) -> None
         assert one.digest() == before
     assert isinstance(decoder.kernels, InPlaceKernels) and decoder.kernels.read == 1
     assert anew.digest() == decoder.digest()
+
+
+def test_what_is_known_of_a_working_copy_stays_until_it_is_another(toy: SimpleNamespace) -> None:
+    _, decoder = two(toy, "qwen2", fp8_flow())
+    decoder.refresh(1)
+    before = [m.held() for _, m in decoder.working()]
+    nudge(decoder, 1)
+    decoder.refresh(2)
+    now = [m.held() for _, m in decoder.working()]
+    assert all(a is b for x, y in zip(before, now, strict=True) for a, b in zip(x, y, strict=True))
+    linear = decoder.get_submodule("model.layers.1.self_attn.q_proj")
+    assert isinstance(linear, Linear) and linear.working_bias is not None
+    weight, bias = linear.held()
+    linear.working_bias = linear.working_bias.clone()
+    assert linear.held()[0] is weight and linear.held()[1].value is linear.working_bias is not bias.value
+    linear.packed = replace(linear.working)
+    assert linear.held()[0] is not weight
+
+
+def test_modules_are_met_in_the_order_of_their_names_in_the_model(toy: SimpleNamespace) -> None:
+    _, decoder = two(toy, "qwen2", fp8_flow())
+    decoder.refresh(1)
+    met: list[str] = []
+    modules = ((met.append(name) or name, module) for name, module in decoder.working())
+    records = refresh(modules)
+    assert met == [name for name, _ in decoder.working()] == [r.name for r in records]
+    assert [n for n, _ in decoder.named_modules() if f"{n}.weight" in met] == [
+        n.removesuffix(".weight") for n in met
+    ]
 
 
 def test_the_digest_sees_names_types_and_biases(toy: SimpleNamespace) -> None:

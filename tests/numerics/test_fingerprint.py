@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.numerics.fingerprint import Fingerprint, fingerprint
 
 MASK = 2**64 - 1
-RECORDED = (15479588804037307210, 14509620176925787585)
+RECORDED = (5063653736779914469, 14928731777678485800)
 
 
 def mixed(x: int, steps: tuple[tuple[int, int], ...], bits: int) -> int:
@@ -29,27 +29,32 @@ def key(number: int, second: bool) -> int:
     return signed(mixed(x, ((17, 0xED5AD4BB),), 32) if second else x)
 
 
-def place_mix(x: int) -> int:
-    return mixed(x & MASK, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)), 64)
+def factor(x: int) -> int:
+    return mixed(x & MASK, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)), 64) | 1
 
 
 def definition(x: Tensor, scale: Tensor | None = None) -> Fingerprint:
     """Word by word, in Python's integers."""
-    data = (x if x.dim() == 2 else x[None]).contiguous().view(torch.uint8)
-    rows, columns = data.shape
-    down, across = -(-rows // 128), -(-columns // 128)
+    data = x.contiguous().flatten().view(torch.uint8)
+    width = 128
+    if scale is not None:
+        data, width = x.contiguous().view(torch.uint8), x.shape[1]
+    rows = -(-data.numel() // width)
+    down, across = -(-rows // 128), -(-width // 128)
+    stream = torch.zeros(rows * width, dtype=torch.uint8)
+    stream[: data.numel()] = data.flatten()
     whole = torch.zeros(down * 128, across * 128, dtype=torch.uint8)
-    whole[:rows, :columns] = data
+    whole[:rows, :width] = stream.view(rows, width)
     words = whole.view(torch.int32).tolist()
     bits = [0] * (down * across) if scale is None else scale.contiguous().view(torch.int32).flatten().tolist()
     found = []
-    for second, seed in ((False, 0), (True, 0x9E3779B97F4A7C15)):
+    for second, seed in ((False, 0x9E3779B97F4A7C15), (True, 0xD1B54A32D192ED03)):
         total = 0
         for tile in range(down * across):
             block, column = divmod(tile, across)
             numbers = ((r, w) for r in range(128) for w in range(32))
             s = sum(key(32 * r + w, second) * words[block * 128 + r][column * 32 + w] for r, w in numbers)
-            total += place_mix(s + place_mix((tile << 32 | bits[tile] % 2**32) + seed))
+            total += factor(tile + seed) * (s + key(4096, second) * bits[tile])
         found.append(total & MASK)
     return found[0], found[1]
 
@@ -65,7 +70,7 @@ def test_it_is_the_definition(shape: tuple[int, int]) -> None:
     x, scale = codes(*shape)
     assert fingerprint(x, scale) == definition(x, scale)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert fingerprint(values) == definition(values)
+    assert fingerprint(values) == definition(values) == fingerprint(values.flatten())
 
 
 def test_it_is_what_it_was() -> None:

@@ -12,9 +12,9 @@ import torch
 from lockstep.bench.check import Size
 from lockstep.bench.kernels_check import run_checks, summary, verdict
 from lockstep.bench.layer import judge_here
-from lockstep.bench.machine import driver, missing, require_hopper, workspace_meaning
+from lockstep.bench.machine import driver, require_hopper, workspace_meaning
 from lockstep.bench.shapes import layer_linears
-from lockstep.kernels.table import WORKSPACE
+from lockstep.kernels.table import WORKSPACE, hopper_missing
 
 Say = Callable[[str], None]
 
@@ -27,7 +27,7 @@ def examine(model: str, workspace: str | None, say: Say) -> bool:
     layer_linears(model)
     say(f"driver       {driver() if torch.cuda.is_available() else 'none'}")
     say(f"workspace    {WORKSPACE} {workspace_meaning(workspace)}")
-    reason = missing()
+    reason = hopper_missing()
     if reason is not None:
         say(f"self-test    skipped: {reason}; the kernels need compute capability 9.0 (Hopper) and triton")
         return True

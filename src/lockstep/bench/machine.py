@@ -22,7 +22,7 @@ import torch
 
 from lockstep import __version__
 from lockstep.errors import UserError
-from lockstep.kernels.table import WORKSPACE
+from lockstep.kernels.table import WORKSPACE, hopper_missing
 
 COMMIT = "LOCKSTEP_COMMIT"
 """Environment variable that names the commit where the source is no git repository."""
@@ -45,21 +45,9 @@ class Stamp:
     settings: dict[str, str] = field(default_factory=dict)
 
 
-def missing() -> str | None:
-    """Why the kernels can't run here, or None."""
-    if not torch.cuda.is_available():
-        return "torch sees no NVIDIA GPU here"
-    major, minor = torch.cuda.get_device_capability()
-    if major != 9:
-        return f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}"
-    if _version("triton") is None:
-        return "triton is not installed"
-    return None
-
-
 def require_hopper(what: str) -> None:
     """Sets the library's workspace to zero unless the environment says otherwise. Raises MachineError where `what` can't run."""
-    reason = missing()
+    reason = hopper_missing()
     if reason:
         raise MachineError(
             f"{what} needs an NVIDIA GPU of compute capability 9.0 (Hopper) and triton",

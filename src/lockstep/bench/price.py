@@ -27,7 +27,6 @@ from lockstep.bench.timing import Ceilings
 from lockstep.errors import UserError
 from lockstep.kernels.reference import PackedWeight
 from lockstep.kernels.table import WORKSPACE, Kernels
-from lockstep.numerics.quantize import Quantized
 
 FREE_WORKSPACE = "32768"
 """KiB: torch's own choice on this architecture."""
@@ -36,19 +35,21 @@ JOB = "LOCKSTEP_PRICE_JOB"
 
 def free_kernels() -> Kernels:
     """The fastest of each, whatever its bits."""
-    from lockstep.kernels.hopper import HopperKernels, elapsed
+    from lockstep.kernels.hopper import HopperKernels
+    from lockstep.kernels.products import Products, elapsed
+
+    class FreeProducts(Products):
+        def proven(self, *weight: object) -> bool:
+            return True
+
+        def agree(self, ours: Tensor, library: Tensor) -> bool:
+            return True
 
     class FreeKernels(HopperKernels):
         def __init__(self) -> None:
             super().__init__()
-            self.name = "free"
+            self.fp8_linear = FreeProducts().linear
             self._head: dict[int, bool] = {}
-
-        def _proven(self, w: Quantized, scale: Tensor) -> bool:
-            return True
-
-        def _agree(self, ours: Tensor, library: Tensor) -> bool:
-            return True
 
         def raw_logits(self, h_TK: Tensor, head_weight: PackedWeight) -> Tensor:
             """[T, V] FP32, by cuBLAS where that is faster."""

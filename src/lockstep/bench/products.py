@@ -96,7 +96,7 @@ def forms(choice: str, rows: int) -> tuple[Form, ...]:
     """The forms of a product that the backend chooses from for so many rows."""
     if choice != "narrow":
         return ({},)
-    from lockstep.kernels.hopper import NARROW
+    from lockstep.kernels.products import NARROW
     from lockstep.kernels.triton.narrow_gemm import fits
 
     return tuple(form for form in NARROW if fits(rows, **form))

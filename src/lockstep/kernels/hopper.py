@@ -1,8 +1,7 @@
 """The Hopper backend: Triton kernels and the library's block-scaled GEMM behind the reference's interface.
 
-What a row gets is decided by the instruction, never by the number of rows. Two choices exist for an FP8 product, and they give
-the same bits: cuBLASLt through `scaled_mm`, and `triton/gemm.py`. The library is used for a weight's shape only after this
-process has proven it against the Triton kernel at every size class; without that proof the Triton kernel does it all.
+What a row gets is decided by the instruction, never by the number of rows. Several kernels exist for an FP8 product, and
+`products.py` proves that they give the same bits before it chooses one.
 
 cuBLASLt splits K at few rows when it has a workspace, and then a row's bits depend on its batch. So the workspace is set to
 zero before the first call; see docs/architecture.md.
@@ -13,7 +12,7 @@ Next: `triton/attention.py` for the loop, `../models/fused.py` for the forward p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,36 +20,23 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.kernels import in_place
+from lockstep.kernels import in_place, products
 from lockstep.kernels.attention_form import PLAIN, AttentionForm
 from lockstep.kernels.attention_index import Run
 from lockstep.kernels.attention_library import attention_grad
 from lockstep.kernels.gradient_index import GradientIndex, gradient_index
 from lockstep.kernels.hopper_backward import HopperGradients
-from lockstep.kernels.library import library_scale, scaled_mm
+from lockstep.kernels.library import library_scale
 from lockstep.kernels.reference import PackedWeight
 from lockstep.kernels.renew import Renewed, Source
 from lockstep.kernels.table import WORKSPACE
-from lockstep.kernels.triton import attention, gemm, head, narrow_gemm, norm, rope, swiglu
+from lockstep.kernels.triton import attention, head, norm, rope, swiglu
 from lockstep.kernels.triton import quantize as rows
 from lockstep.kernels.triton.fingerprint import fingerprints
 from lockstep.numerics.fingerprint import Fingerprint
 from lockstep.numerics.formats import BLOCK, E4M3, Operand, ScaleKind
 from lockstep.numerics.quantize import Quantized
 
-PROOF_ROWS = (4, 8, 16, 32, 64, 96, 128, 256, 512, 1024)
-FEW_ROWS = (16, 32, 64, 128, narrow_gemm.MOST_ROWS)
-"""Classes of few rows for which the faster of library and narrow kernel is found by timing; the bits are the same."""
-NARROW = (
-    {"stages": 6},
-    {"stages": 9},
-    {"stages": 12},
-    {"stages": 9, "tokens": 32},
-    {"stages": 9, "tokens": 64},
-    {"stages": 8, "tile": 128},
-)
-HEAD_START = 1.03
-"""How much slower alone a narrow kernel may be than the library: it starts while the kernel before it ends."""
 Rows = Quantized | Tensor
 """Activations as a product takes them: 1x128 codes with scales, or BF16."""
 
@@ -87,8 +73,7 @@ class HopperKernels(HopperGradients):
                 where="kernels",
                 fix="use kernels: reference",
             )
-        self._library: dict[tuple[int, int], bool] = {}
-        self._narrow: dict[tuple[tuple[int, int], int], dict[str, int] | None] = {}
+        self.fp8_linear = products.fp8_linear
 
     # Linear layers -------------------------------------------------------------------------------------------
 
@@ -130,65 +115,9 @@ class HopperKernels(HopperGradients):
             x = x_TK.dequantize().bfloat16() if isinstance(x_TK, Quantized) else x_TK
             plain = weight.plain if weight.codes is None else weight.codes.dequantize().bfloat16()
             assert plain is not None
-            return gemm.bf16_matmul(x, plain)
+            return products.bf16_product(x, plain)
         w = weight.codes
-        assert w is not None
-        if weight.library_scale is not None and self._proven(w, weight.library_scale):
-            narrow = self._narrow_choice(w, weight.library_scale, len(x_TK.codes))
-            if narrow is not None:
-                return narrow_gemm.narrow_matmul(x_TK.codes, x_TK.scale, w.codes, w.scale, **narrow)
-            return scaled_mm(x_TK, w, weight.library_scale)
-        return gemm.fp8_matmul(x_TK.codes, x_TK.scale, w.codes, w.scale, w_group=w.group[0])
-
-    def _proven(self, w: Quantized, scale: Tensor) -> bool:
-        """Whether the library gives rows of this weight shape the Triton kernel's bits at every size class."""
-        if w.shape not in self._library:
-            generator = torch.Generator(w.codes.device).manual_seed(w.shape[0] + w.shape[1])
-            x = torch.randn(PROOF_ROWS[-1], w.shape[1], generator=generator, device=w.codes.device)
-            x = x.bfloat16()
-            whole = Quantized(*rows.quantize_rows(x, pow2=False), (1, BLOCK))
-            expected = gemm.fp8_matmul(whole.codes, whole.scale, w.codes, w.scale, w_group=w.group[0])
-            same = True
-            for count in PROOF_ROWS:
-                for first in {0, PROOF_ROWS[-1] - count}:
-                    some = Quantized(*rows.quantize_rows(x[first : first + count], pow2=False), (1, BLOCK))
-                    same &= torch.equal(scaled_mm(some, w, scale), expected[first : first + count])
-            self._library[w.shape] = same
-        return self._library[w.shape]
-
-    def _agree(self, ours: Tensor, library: Tensor) -> bool:
-        """What a narrow form must do to be a candidate."""
-        return torch.equal(ours, library)
-
-    def _narrow_choice(self, w: Quantized, scale: Tensor, count: int) -> dict[str, int] | None:
-        """The fastest form of the narrow kernel for so few rows, or None where the library is faster. Each candidate has to
-        give the library's bits first."""
-        size = next((s for s in FEW_ROWS if s >= count), None)
-        if size is None:
-            return None
-        key = (w.shape, size)
-        if key not in self._narrow:
-            generator = torch.Generator(w.codes.device).manual_seed(size)
-            x = torch.randn(size, w.shape[1], generator=generator, device=w.codes.device).bfloat16()
-            some = {
-                n: Quantized(*rows.quantize_rows(x[:n], pow2=False), (1, BLOCK)) for n in (1, size - 3, size)
-            }
-            expected = scaled_mm(some[size], w, scale)
-
-            def narrow(x: Quantized, form: dict[str, int]) -> Tensor:
-                return narrow_gemm.narrow_matmul(x.codes, x.scale, w.codes, w.scale, **form)
-
-            best, found = HEAD_START * elapsed(lambda: scaled_mm(some[size], w, scale)), None
-            for form in NARROW:
-                if form.get("tokens", 0) >= narrow_gemm.shape_of(size) or not narrow_gemm.fits(size, **form):
-                    continue
-                if not all(self._agree(narrow(x, form), expected[:n]) for n, x in some.items()):
-                    continue
-                time = elapsed(lambda form=form: narrow(some[size], form))  # type: ignore[misc]
-                if time < best:
-                    best, found = time, form
-            self._narrow[key] = found
-        return self._narrow[key]
+        return self.fp8_linear(x_TK.codes, x_TK.scale, w.codes, w.scale, weight.library_scale, w.group[0])
 
     # Norm, rotary embedding, activation ------------------------------------------------------------------------
 
@@ -296,32 +225,6 @@ class HopperKernels(HopperGradients):
     def log_normalizer(self, logits_TV: Tensor) -> Tensor:
         """log sum exp [T] FP32, by the launches that the sampler uses."""
         return head.log_normalizer(logits_TV, torch.ones(len(logits_TV), device=logits_TV.device))
-
-
-def elapsed(run: Callable[[], object], repeats: int = 8) -> float:
-    """Milliseconds of a launch sequence within a graph, with the L2 cache overwritten before each."""
-    flush = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
-
-    def replayed(work: Callable[[], object] | None) -> float:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(repeats):
-                flush.zero_()
-                if work is not None:
-                    work()
-        times = []
-        for _ in range(5):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        return float(sorted(times)[2])
-
-    run()
-    torch.cuda.synchronize()
-    return (replayed(run) - replayed(None)) / repeats
 
 
 def packed_index(runs: Sequence[Run], group: int, device: torch.device | None) -> PackedIndex:

@@ -25,35 +25,36 @@ from lockstep.errors import ConfigError
 from lockstep.kernels.library import library_scale
 from lockstep.kernels.reference import PackedWeight
 from lockstep.kernels.renew import Renewed, Source, non_finite
-from lockstep.kernels.triton.refresh import Codes, Pass
+from lockstep.kernels.triton.refresh import Codes, Findings, Pass
 from lockstep.numerics.formats import BLOCK, E4M3
 from lockstep.numerics.quantize import Quantized
 
 SQUARE = (BLOCK, BLOCK)
-BATCH = 48
-"""Tensors whose kernels are launched together: the device begins while the host prepares the next."""
 
 
 def refresh(sources: Iterable[Source]) -> list[Renewed]:
-    """See `ReferenceKernels.refresh`. Raises ConfigError for a master on another device than the GPU."""
-    work: list[tuple[Source, PackedWeight]] = []
+    """See `ReferenceKernels.refresh`. The device begins with the first sources before the last are taken. Raises ConfigError for
+    a master on another device than the GPU."""
+    work: list[tuple[Source, Tensor, PackedWeight]] = []
     run = Pass()
     for source in sources:
         place = source.held if source.held is not None and _fits(source, source.held) else empty(source)
-        work.append((source, place))
-        run.add(_master(source), _target(place), pow2=source.operand.scale == "pow2")
-        if len(work) % BATCH == 0:
-            run.launch()
-    run.launch()
-    renewed = []
-    for (source, place), found in zip(work, run.findings(), strict=True):
+        master = _master(source)
+        work.append((source, master, place))
+        run.add(master, _target(place), pow2=source.operand.scale == "pow2")
         _count(place)
-        if not found.finite:
-            raise ValueError(f"{source.name}: {non_finite(source)}")
-        changed = source.master.numel() if source.fresh or place is not source.held else found.changed
-        max_rel = found.error / found.peak if source.operand.is_fp8 and found.peak else 0.0
-        renewed.append(Renewed(place, changed, max_rel, found.fingerprint))
-    return renewed
+    run.launch()
+    return [
+        _renewed(source, place, found) for (source, _, place), found in zip(work, run.findings(), strict=True)
+    ]
+
+
+def _renewed(source: Source, place: PackedWeight, found: Findings) -> Renewed:
+    if not found.finite:
+        raise ValueError(f"{source.name}: {non_finite(source)}")
+    changed = source.master.numel() if source.fresh or place is not source.held else found.changed
+    max_rel = found.error / found.peak if found.peak and place.codes is not None else 0.0
+    return Renewed(place, changed, max_rel, found.fingerprint)
 
 
 def reserve(sources: Sequence[Source]) -> list[PackedWeight]:

@@ -29,9 +29,13 @@ def library_scale(weight: Quantized) -> Tensor | None:
 
 def scaled_mm(x: Quantized, w: Quantized, w_scale: Tensor) -> Tensor:
     """x w^T of 1x128 rows and a 128x128 weight whose `library_scale` is `w_scale`, rounded once to BF16, [T, N]."""
-    count, depth = x.shape
+    return scaled_mm_codes(x.codes, x.scale, w.codes, w_scale)
+
+
+def scaled_mm_codes(codes: Tensor, scale: Tensor, w_codes_NK: Tensor, w_scale: Tensor) -> Tensor:
+    """The same of 1x128 codes [T, K] with their scale, and of a weight's codes."""
+    count, depth = codes.shape
     padded = max(-(-count // 4) * 4, 4)
-    codes, scale = x.codes, x.scale
     if count != padded:
         whole = codes.untyped_storage().nbytes() >= (codes.storage_offset() + padded * depth)
         if whole and scale.stride() == (1, padded):
@@ -45,7 +49,7 @@ def scaled_mm(x: Quantized, w: Quantized, w_scale: Tensor) -> Tensor:
     kind = F.ScalingType
     y = F.scaled_mm(
         codes,
-        w.codes.t(),
+        w_codes_NK.t(),
         scale,
         kind.BlockWise1x128,
         w_scale,

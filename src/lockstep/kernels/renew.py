@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ class Source:
     bias: bool = False
 
 
-@dataclass(frozen=True)
-class Renewed:
+class Renewed(NamedTuple):
     """The working copy now. changed: codes (or values) that differ from the last version in any bit, all of them when there was
     none. max_rel: the largest quantization error as a share of the largest value. fingerprint: where it came for free."""
 

@@ -142,9 +142,14 @@ class Decoder(nn.Module):
 
     def working(self) -> Iterator[tuple[str, Working]]:
         """Every module with a working copy, by the name of its weight, in layer order."""
-        for name, module in self.named_modules():
+        waiting: list[tuple[str, nn.Module]] = [("", self)]  # `named_modules` takes its time
+        while waiting:
+            path, module = waiting.pop()
             if isinstance(module, Working):
-                yield f"{name}.weight", module
+                yield f"{path}weight", module
+            waiting += [
+                (f"{path}{name}.", child) for name, child in reversed(module._modules.items()) if child
+            ]
 
     def refresh(self, version: int) -> list[Refreshed]:
         """Remakes all working copies from the masters and stamps them with `version`.
@@ -156,7 +161,7 @@ class Decoder(nn.Module):
         self.refreshes += 1
         first = self.model.embed_tokens.packed is None
         reserved = {m: place for p in self.projections() for m, place in p.reserve().items()} if first else {}
-        refreshed = refresh(list(self.working()), reserved)
+        refreshed = refresh(self.working(), reserved)
         self.version = version
         return refreshed
 
@@ -175,12 +180,11 @@ class Decoder(nn.Module):
         """SHA-256 over names, types, shapes and fingerprints of codes with scales, plain values and biases: equal working
         copies, equal digest, on every backend."""
         names, modules = zip(*self.working(), strict=True)
-        h = hashlib.sha256()
+        lines = []
         for name, parts in zip(names, fingerprints(modules), strict=True):
-            h.update(name.encode())
-            for held, (first, second) in parts:
-                h.update(f" {held.description()} {first:016x}{second:016x}\n".encode())
-        return h.hexdigest()
+            lines.append(name)
+            lines += [f" {held.description} {first:016x}{second:016x}\n" for held, (first, second) in parts]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def share_masters(self, other: Decoder) -> None:
         """Makes this decoder's parameters the very tensors of `other` (an engine with a flow of its own)."""

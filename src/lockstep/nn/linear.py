@@ -47,6 +47,7 @@ class Linear(Working):
         self.alone = Projection(self)
 
         self.working_bias: Tensor | None = None
+        self.described_bias: Held | None = None
 
     @property
     def parts(self) -> int:
@@ -71,8 +72,12 @@ class Linear(Working):
 
     def held(self) -> list[Held]:
         """See `Working.held`."""
-        weight = super().held()
-        return weight if self.working_bias is None else [*weight, Held(self.working_bias, None)]
+        weight, bias = super().held(), self.working_bias
+        if bias is None:
+            return weight
+        if self.described_bias is None or self.described_bias.value is not bias:
+            self.described_bias = Held(bias, None)
+        return [*weight, self.described_bias]
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """[T, K] to [T, N]."""

@@ -11,9 +11,11 @@ Next: `linear.py`, where the working copy is FP8 codes; `../kernels/renew.py`, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +27,7 @@ from lockstep.numerics.fingerprint import Fingerprint
 from lockstep.numerics.formats import Operand
 
 
-@dataclass(frozen=True)
-class Refreshed:
+class Refreshed(NamedTuple):
     """What one refresh did to one tensor. `changed` counts codes (or BF16 values) that differ from the last version in any bit;
     `max_rel` is the largest quantization error as a share of the tensor's largest value."""
 
@@ -46,9 +47,25 @@ class Held:
     value: Tensor
     scale: Tensor | None
 
+    @cached_property
     def description(self) -> str:
         """What a fingerprint leaves out. Codes and plain values of equal bytes are different weights."""
         return f"{'codes' if self.scale is not None else str(self.value.dtype)} {list(self.value.shape)}"
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Of the codes or values."""
+        return tuple(self.value.shape)
+
+    @cached_property
+    def numel(self) -> int:
+        """Codes or values."""
+        return self.value.numel()
+
+    @cached_property
+    def nbytes(self) -> int:
+        """With scales."""
+        return self.value.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
 
 @dataclass
@@ -62,6 +79,8 @@ class Known:
         """The fingerprints, as long as these are the tensors that the refresh wrote."""
         if len(self.held) != len(held):
             return None
+        if self.held is held:
+            return self.found
         same = all(a.value is b.value and a.scale is b.scale for a, b in zip(self.held, held, strict=True))
         return self.found if same else None
 
@@ -74,7 +93,9 @@ class Working(nn.Module):
     def __init__(self, kernels: Kernels, operand: Operand, activation: torch.dtype) -> None:
         super().__init__()
         self.kernels, self.operand, self.activation = kernels, operand, activation
+        self.kind = str(operand)
         self.packed: PackedWeight | None = None
+        self.described: tuple[PackedWeight | None, list[Held]] = None, []
         self.known = Known()
 
     @property
@@ -105,39 +126,49 @@ class Working(nn.Module):
         held, found = self.held(), [r.fingerprint for r in renewed if r.fingerprint is not None]
         if len(found) == len(held):
             self.known.held, self.known.found = held, found
-        return Refreshed(
-            name,
-            str(self.operand),
-            tuple(self.weight.shape),
-            nbytes=sum(r.packed.nbytes for r in renewed),
-            numel=sum(h.value.numel() for h in held),
-            changed=sum(r.changed for r in renewed),
-            max_rel=renewed[0].max_rel,
-        )
+        changed, one = sum([r.changed for r in renewed]), held[0]
+        nbytes, numel = sum([h.nbytes for h in held]), sum([h.numel for h in held])
+        return Refreshed(name, self.kind, one.shape, nbytes, numel, changed, renewed[0].max_rel)
 
     def held(self) -> list[Held]:
-        """The working copy's tensors, `parts` of them."""
+        """The working copy's tensors, `parts` of them; the same list as long as it is the same working copy."""
         packed = self.working
-        if packed.codes is not None:
-            return [Held(packed.codes.codes, packed.codes.scale)]
-        assert packed.plain is not None
-        return [Held(packed.plain, None)]
+        if self.described[0] is not packed:
+            if packed.codes is not None:
+                held = Held(packed.codes.codes, packed.codes.scale)
+            else:
+                assert packed.plain is not None
+                held = Held(packed.plain, None)
+            self.described = packed, [held]
+        return self.described[1]
 
 
 def refresh(
-    modules: Sequence[tuple[str, Working]], reserved: Mapping[Working, PackedWeight] | None = None
+    modules: Iterable[tuple[str, Working]], reserved: Mapping[Working, PackedWeight] | None = None
 ) -> list[Refreshed]:
-    """Remakes the working copies of all modules, which share one backend; reserved: storage of first ones.
+    """Remakes the working copies of all modules, which share one backend; reserved: storage of first ones. A backend may begin
+    with the first of them before it asks for the last.
 
     Raises ValueError that names the first master with NaN or infinity. Working copies may be of either version then.
     """
-    if not modules:
+    reserved, rest = reserved or {}, iter(modules)
+    met = list(islice(rest, 1))
+    if not met:
         return []
-    reserved = reserved or {}
+
+    def sources() -> Iterator[Source]:
+        yield from met[0][1].sources(met[0][0], reserved.get(met[0][1]))
+        for name, module in rest:
+            met.append((name, module))
+            yield from module.sources(name, reserved.get(module))
+
+    refreshed = list[Refreshed]()
     with torch.no_grad():
-        sources = (s for name, m in modules for s in m.sources(name, reserved.get(m)))
-        renewed = modules[0][1].kernels.refresh(sources)
-        return [module.take(name, list(islice(renewed, module.parts))) for name, module in modules]
+        renewed = met[0][1].kernels.refresh(sources())
+        for first in renewed:
+            name, module = met[len(refreshed)]
+            refreshed.append(module.take(name, [first, *islice(renewed, module.parts - 1)]))
+    return refreshed
 
 
 def fingerprints(modules: Sequence[Working]) -> list[list[tuple[Held, Fingerprint]]]:

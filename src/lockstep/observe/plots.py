@@ -176,25 +176,7 @@ def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list
 
 def draw(plot: Plot, ident: str) -> str:
     """A `figure` with heading, legend, drawing and the data that the hover script reads."""
-    plot = _stacked(plot) if plot.kind == "stack" else _thinned(plot)
-    points = [p for s in plot.series for p in s.points]
-    steps = _step_scale([p[0] for p in points], plot.kind == "stack")
-    finite = [value for _, value in points if math.isfinite(value)]
-    if plot.kind == "stack":
-        axis = linear_axis([sum(column) for column in _columns(plot)], from_zero=True)
-        body = _stack_body(plot, steps, axis)
-    else:
-        log = (
-            plot.scale != "linear"
-            and not any(v < 0 for v in finite)
-            and (plot.scale == "zero-log" or any(finite))
-        )
-        axis = log_axis(finite) if log else linear_axis(finite, plot.from_zero)
-        body = "".join(_line(s, steps, axis) for s in plot.series)
-        if log and axis.zero_at is not None and not any(finite) and finite:
-            body += (
-                f'<text class="remark" x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{FLOOR - 12}">exactly 0</text>'
-            )
+    plot, steps, body = _drawn(plot)
     head = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-labelledby="{ident}-t {ident}-d">'
         f'<title id="{ident}-t">{escape(plot.title)}</title><desc id="{ident}-d">{escape(_spoken(plot))}</desc>'
@@ -203,9 +185,35 @@ def draw(plot: Plot, ident: str) -> str:
     caption = f"<p>{escape(plot.caption)}</p>" if plot.caption else ""
     return (
         f'<figure class="card plot" id="{ident}"><figcaption><h3>{escape(plot.title)}</h3>{caption}'
-        f'{_legend(plot)}</figcaption><div class="canvas" tabindex="0">{head}{_frame(steps, axis)}{body}</svg>'
+        f'{_legend(plot)}</figcaption><div class="canvas" tabindex="0">{head}{body}</svg>'
         f'<div class="glass"></div></div><script type="application/json">{data}</script></figure>'
     )
+
+
+def panel(plot: Plot) -> str:
+    """The drawing alone, WIDTH x HEIGHT from the origin, for an SVG file that brings its own styles, heading and legend."""
+    return _drawn(plot)[2]
+
+
+def _drawn(plot: Plot) -> tuple[Plot, Steps, str]:
+    """The plot with as many points as are drawn, its horizontal scale, and frame and lines as SVG."""
+    plot = _stacked(plot) if plot.kind == "stack" else _thinned(plot)
+    points = [p for s in plot.series for p in s.points]
+    steps = _step_scale([p[0] for p in points], plot.kind == "stack")
+    finite = [value for _, value in points if math.isfinite(value)]
+    if plot.kind == "stack":
+        axis = linear_axis([sum(column) for column in _columns(plot)], from_zero=True)
+        return plot, steps, _frame(steps, axis) + _stack_body(plot, steps, axis)
+    log = (
+        plot.scale != "linear"
+        and not any(v < 0 for v in finite)
+        and (plot.scale == "zero-log" or any(finite))
+    )
+    axis = log_axis(finite) if log else linear_axis(finite, plot.from_zero)
+    body = "".join(_line(s, steps, axis) for s in plot.series)
+    if log and axis.zero_at is not None and not any(finite) and finite:
+        body += f'<text class="remark" x="{(LEFT + WIDTH - RIGHT) / 2:g}" y="{FLOOR - 12}">exactly 0</text>'
+    return plot, steps, _frame(steps, axis) + body
 
 
 def _thinned(plot: Plot) -> Plot:

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.operation import operation
 from lockstep.kernels.triton import wide_attention
 from lockstep.kernels.triton.numbers import after_previous, codes_of, load_widened, scale_of
 from lockstep.kernels.triton.quantize import empty_codes
@@ -310,42 +311,82 @@ def prefill(
     """(o [T, H, D], base-2 log-sum-exp [T, H] FP32 if asked for) of packed queries over their pages. With `codes`, o is 1x128
     codes [T, H D] and their scales [T, H]; D must be 128. Pages hold codes, or BF16; with `scales` BF16 pages hold the values
     of codes, which are exact in BF16."""
+    k_scale, v_scale = scales if scales is not None else (None, None)
+    found = _prefill_rows(
+        q_THD,
+        k_pages,
+        v_pages,
+        index.tiles_N4,
+        index.table,
+        k_scale,
+        v_scale,
+        longest=index.longest,
+        block=index.block,
+        lse=lse,
+        codes=codes,
+    )
+    return (found[0] if codes is None else (found[0], found[1])), (found[-1] if lse else found[0])
+
+
+def _results(q_THD: Tensor, codes: str | None, lse: bool = False) -> list[Tensor]:
+    """Storage for the output like the queries, or for its codes and scales; then for the log-sum-exp if it is wanted."""
+    rows, heads, dim = q_THD.shape
+    assert codes is None or dim == 128, "a head is a group of 128"
+    out = (torch.empty_like(q_THD),) if codes is None else empty_codes(rows, heads * dim, q_THD.device)
+    return [*out, *([torch.empty(rows, heads, dtype=torch.float32, device=q_THD.device)] if lse else ())]
+
+
+@operation("prefill_attention", fake=_results)
+def _prefill_rows(
+    q_THD: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    tiles_N4: Tensor,
+    table: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    longest: int,
+    block: int,
+    lse: bool,
+    codes: str | None,
+) -> list[Tensor]:
     rows, heads, dim = q_THD.shape
     kv_heads = k_pages.shape[1]
-    out, out_scale = _output(q_THD, codes)
-    lse_TH = torch.empty(rows, heads, dtype=torch.float32, device=q_THD.device) if lse else out
-    k_scale, v_scale = scales if scales is not None else (out, out)
-    if rows and WIDE and wide_attention.takes(q_THD, k_pages, index.block):
+    found = _results(q_THD, codes, lse)
+    out, out_scale, lse_TH = found[0], found[0] if codes is None else found[1], found[-1]
+    scales = (out, out) if k_scale is None or v_scale is None else (k_scale, v_scale)
+    scaled = k_scale is not None
+    if rows and WIDE and wide_attention.takes(q_THD, k_pages, block):
         wide_attention.launch(
             q_THD,
             k_pages,
             v_pages,
             out,
             lse_TH,
-            index.tiles_N4,
-            index.table,
-            (k_scale, v_scale),
+            tiles_N4,
+            table,
+            scales,
             out_scale,
             base=dim**-0.5 * LOG2E,
-            block=index.block,
-            chunks=index.longest > CHUNK,
+            block=block,
+            chunks=longest > CHUNK,
             steps=CHUNK // PAGE,
-            scaled=scales is not None,
+            scaled=scaled,
             lse=lse,
             codes=codes is not None,
             pow2=codes == "pow2",
         )
     elif rows:
-        _prefill[(heads, len(index.tiles_N4))](
+        _prefill[(heads, len(tiles_N4))](
             q_THD,
             _raw(k_pages),
             _raw(v_pages),
             out,
             lse_TH,
-            index.tiles_N4,
-            index.table,
-            k_scale,
-            v_scale,
+            tiles_N4,
+            table,
+            *scales,
             out_scale,
             out_scale.stride(1),
             dim**-0.5 * LOG2E,
@@ -353,18 +394,18 @@ def prefill(
             kv_heads,
             dim,
             triton.next_power_of_2(dim),
-            index.block,
-            index.longest > CHUNK,
+            block,
+            longest > CHUNK,
             CHUNK // PAGE,
             k_pages.element_size() == 1,
-            scales is not None,
+            scaled,
             lse,
             codes is not None,
             codes == "pow2",
-            num_warps=8 if index.block == 128 else 4,
+            num_warps=8 if block == 128 else 4,
             num_stages=3,
         )
-    return (out if codes is None else (out, out_scale)), lse_TH
+    return found
 
 
 @dataclass(frozen=True)
@@ -388,12 +429,45 @@ def decode(
     warps: int = 4,
 ) -> Tensor | Codes:
     """o [B, H, D] (or its codes, as in `prefill`): the last position of every sequence."""
+    k_scale, v_scale = scales if scales is not None else (None, None)
+    found = _decode_rows(
+        q_BHD,
+        k_pages,
+        v_pages,
+        index.lengths_B,
+        index.table_BP,
+        k_scale,
+        v_scale,
+        longest=index.longest,
+        codes=codes,
+        stages=stages,
+        warps=warps,
+    )
+    return found[0] if codes is None else (found[0], found[1])
+
+
+@operation("decode_attention", fake=lambda q_BHD, codes: _results(q_BHD, codes))
+def _decode_rows(
+    q_BHD: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    lengths_B: Tensor,
+    table_BP: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    longest: int,
+    codes: str | None,
+    stages: int,
+    warps: int,
+) -> list[Tensor]:
     batch, heads, dim = q_BHD.shape
     kv_heads = k_pages.shape[1]
-    out, out_scale = _output(q_BHD, codes)
-    splits = triton.cdiv(index.longest, CHUNK)
+    found = _results(q_BHD, codes)
+    out, out_scale, scaled = found[0], found[-1], k_scale is not None
+    splits = triton.cdiv(longest, CHUNK)
     stages = stages or _stages(kv_heads * batch * splits)
-    k_scale, v_scale = scales if scales is not None else (out, out)
+    k_scale, v_scale = (out, out) if k_scale is None or v_scale is None else (k_scale, v_scale)
     part = state = out
     if splits > 1:
         part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=out.device)
@@ -406,14 +480,14 @@ def decode(
         out,
         part,
         state,
-        index.table_BP,
-        index.lengths_B,
+        table_BP,
+        lengths_B,
         k_scale,
         v_scale,
         out_scale,
         out_scale.stride(1),
         dim**-0.5 * LOG2E,
-        index.table_BP.stride(0),
+        table_BP.stride(0),
         splits,
         heads,
         kv_heads,
@@ -422,7 +496,7 @@ def decode(
         max(16, triton.next_power_of_2(heads // kv_heads)),
         CHUNK // PAGE,
         splits > 1,
-        scales is not None,
+        scaled,
         codes is not None,
         codes == "pow2",
         num_warps=warps,
@@ -434,7 +508,7 @@ def decode(
             part,
             state,
             out,
-            index.lengths_B,
+            lengths_B,
             v_scale,
             out_scale,
             out_scale.stride(1),
@@ -444,13 +518,13 @@ def decode(
             dim,
             dim_p,
             CHUNK // PAGE,
-            scales is not None,
+            scaled,
             codes is not None,
             codes == "pow2",
             num_warps=1,
             launch_pdl=True,
         )
-    return out if codes is None else (out, out_scale)
+    return found
 
 
 def _stages(programs: int) -> int:
@@ -458,16 +532,6 @@ def _stages(programs: int) -> int:
     three, four of them do, which is better where that makes one wave of what would be two."""
     slots = 2 * torch.cuda.get_device_properties().multi_processor_count
     return 3 if slots < programs <= 2 * slots else 5
-
-
-def _output(q_THD: Tensor, codes: ScaleKind | None) -> tuple[Tensor, Tensor]:
-    """(output, its scales): like the queries, or padded codes. Where there are no codes, the second is a stand-in."""
-    if codes is None:
-        out = torch.empty_like(q_THD)
-        return out, out
-    rows, heads, dim = q_THD.shape
-    assert dim == 128, "a head is a group of 128"
-    return empty_codes(rows, heads * dim, q_THD.device)
 
 
 def _raw(pages: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels.gradient_index import KEY_TILE, QUERY_TILE, GradientIndex
+from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.attention import LOG2E
 
 STEP = 64
@@ -239,32 +240,65 @@ def two_pass_grad(
     """(dq [T, H, D] BF16, dk, dv [W, G, D]) of keys and values that are listed run after run, BF16 or the values of codes in
     BF16 (then with `scales`; dk and dv are gradients of code times scale). dk, dv are FP32 where rows are shared and a sum is
     still to come, else BF16. D is a multiple of 8, at most 128."""
-    rows, heads, dim = q_THD.shape
+    k_scale, v_scale = scales if scales is not None else (None, None)
+    return _two_passes(
+        grad_THD, q_THD, k_WGD, v_WGD, out_THD, lse_TH, index.key_tiles_N6, index.query_tiles_N5, k_scale, v_scale,
+        spaced_rows=index.spaced_rows, whole=index.covered == len(q_THD), shared=index.shared, stages=stages,
+    )  # fmt: skip
+
+
+def _gradients(q_THD: Tensor, k_WGD: Tensor, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Storage for dq, dk and dv."""
+    partial = torch.float32 if shared else torch.bfloat16
+    dk, dv = (torch.empty(k_WGD.shape, dtype=partial, device=q_THD.device) for _ in range(2))
+    return torch.empty_like(q_THD), dk, dv
+
+
+@operation("attention_grad", fake=_gradients)
+def _two_passes(
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_WGD: Tensor,
+    v_WGD: Tensor,
+    out_THD: Tensor,
+    lse_TH: Tensor,
+    key_tiles_N6: Tensor,
+    query_tiles_N5: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    spaced_rows: int,
+    whole: bool,
+    shared: bool,
+    stages: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """whole: every query belongs to a tile, else the rows between get zero."""
+    _, heads, dim = q_THD.shape
     kv_heads, width = k_WGD.shape[1], triton.next_power_of_2(dim)
     assert dim % 8 == 0 and dim <= 128, "see attention_library.choose"
-    device, spaced = q_THD.device, index.spaced_rows
+    device, spaced, scaled = q_THD.device, spaced_rows, k_scale is not None
     delta_HP = torch.zeros(heads, spaced, device=device)
     lse_HP = torch.full((heads, spaced), torch.inf, device=device)
-    _delta_pass[(heads, len(index.query_tiles_N5))](
-        grad_THD, out_THD, lse_TH, delta_HP, lse_HP, index.query_tiles_N5, spaced, heads, dim, width, QUERY_TILE,
+    _delta_pass[(heads, len(query_tiles_N5))](
+        grad_THD, out_THD, lse_TH, delta_HP, lse_HP, query_tiles_N5, spaced, heads, dim, width, QUERY_TILE,
         num_warps=8,
     )  # fmt: skip
-    dq = torch.empty_like(q_THD) if index.covered == rows else torch.zeros_like(q_THD)
-    partial = torch.float32 if index.shared else torch.bfloat16
-    dk, dv = (torch.empty(k_WGD.shape, dtype=partial, device=device) for _ in range(2))
-    k_scale, v_scale = scales if scales is not None else (delta_HP, delta_HP)
+    dq, dk, dv = _gradients(q_THD, k_WGD, shared)
+    if not whole:
+        dq.zero_()
+    k_scale, v_scale = (delta_HP, delta_HP) if k_scale is None or v_scale is None else (k_scale, v_scale)
     base, softmax_scale = dim**-0.5 * LOG2E, dim**-0.5
-    _keys_pass[(kv_heads, len(index.key_tiles_N6))](
+    _keys_pass[(kv_heads, len(key_tiles_N6))](
         *(_by_head(x, STEP, width) for x in (q_THD, grad_THD)),
         *(_by_head(x, KEY_TILE, width) for x in (k_WGD, v_WGD)),
-        lse_HP, delta_HP, dk, dv, index.key_tiles_N6, k_scale, v_scale, spaced, base, softmax_scale,
-        heads, kv_heads, dim, width, KEY_TILE, STEP, scales is not None, num_warps=8, num_stages=stages,
+        lse_HP, delta_HP, dk, dv, key_tiles_N6, k_scale, v_scale, spaced, base, softmax_scale,
+        heads, kv_heads, dim, width, KEY_TILE, STEP, scaled, num_warps=8, num_stages=stages,
     )  # fmt: skip
-    _queries_pass[(heads, len(index.query_tiles_N5))](
+    _queries_pass[(heads, len(query_tiles_N5))](
         *(_by_head(x, QUERY_TILE, width) for x in (q_THD, grad_THD)),
         *(_by_head(x, STEP, width) for x in (k_WGD, v_WGD)),
-        lse_HP, delta_HP, dq, index.query_tiles_N5, k_scale, v_scale, spaced, base, softmax_scale,
-        heads, kv_heads, dim, width, QUERY_TILE, STEP, scales is not None, num_warps=8, num_stages=stages,
+        lse_HP, delta_HP, dq, query_tiles_N5, k_scale, v_scale, spaced, base, softmax_scale,
+        heads, kv_heads, dim, width, QUERY_TILE, STEP, scaled, num_warps=8, num_stages=stages,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -273,11 +307,34 @@ def sum_rows(
     dk_WGD: Tensor, dv_WGD: Tensor, index: GradientIndex, rows: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv) [rows, G, D] from the gradients of every run's keys; rows that no run sees get zero."""
+    return _sum_rows(
+        dk_WGD, dv_WGD, index.order_W, index.begin_S1, known=index.key_rows, rows=rows, dtype=dtype
+    )
+
+
+def _sums(dk_WGD: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = (rows, *dk_WGD.shape[1:])
-    dk, dv = (torch.empty(shape, dtype=dtype, device=dk_WGD.device) for _ in range(2))
-    width = dk_WGD[0].numel()
+    return torch.empty(shape, dtype=dtype, device=dk_WGD.device), torch.empty(
+        shape, dtype=dtype, device=dk_WGD.device
+    )
+
+
+@operation("attention_grad_sum", fake=_sums)
+def _sum_rows(
+    dk_WGD: Tensor,
+    dv_WGD: Tensor,
+    order_W: Tensor,
+    begin_S1: Tensor,
+    *,
+    known: int,
+    rows: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """known: key rows that the index speaks of."""
+    dk, dv = _sums(dk_WGD, rows, dtype)
+    width = dk_WGD.shape[1] * dk_WGD.shape[2]
     _sum_pass[(rows, triton.cdiv(width, SUM_COLUMNS))](
-        dk_WGD, dv_WGD, dk, dv, index.order_W, index.begin_S1, index.key_rows, width, SUM_COLUMNS, num_warps=4
+        dk_WGD, dv_WGD, dk, dv, order_W, begin_S1, known, width, SUM_COLUMNS, num_warps=4
     )
     return dk, dv
 

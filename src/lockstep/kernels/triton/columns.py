@@ -38,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 
+from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.quantize import empty_codes, quantize_rows
 from lockstep.numerics.formats import BLOCK, E4M3
 
@@ -246,19 +247,40 @@ def quantize_both(
     """
     if not columns:
         return (quantize_rows(x_TN, pow2=pow2) if rows else None), None
+    found = _quantize_both(x_TN, pow2=pow2, rows=rows)
+    return ((found[0], found[1]) if rows else None), (found[-2], found[-1])
+
+
+def empty_forms(tokens: int, width: int, device: torch.device, *, rows: bool, columns: bool) -> list[Tensor]:
+    """Storage for the forms that are wanted: codes and scales of rows, then of columns."""
+    kept = empty_codes(tokens, width, device) if rows else ()
+    return [*kept, *(empty_columns(tokens, width, device) if columns else ())]
+
+
+def _forms(x_TN: Tensor, rows: bool) -> list[Tensor]:
     tokens, width = x_TN.shape
+    return empty_forms(tokens, width, x_TN.device, rows=rows, columns=True)
+
+
+@operation("quantize_both", fake=_forms)
+def _quantize_both(x_TN: Tensor, *, pow2: bool, rows: bool) -> list[Tensor]:
     assert x_TN.stride(1) == 1
-    found = empty_columns(tokens, width, x_TN.device)
-    kept = empty_codes(tokens, width, x_TN.device) if rows else None
-    _launch(x_TN, x_TN.stride(0), kept, found, from_codes=False, pow2=pow2)
-    return kept, found
+    found = _forms(x_TN, rows)
+    kept = (found[0], found[1]) if rows else None
+    _launch(x_TN, x_TN.stride(0), kept, (found[-2], found[-1]), from_codes=False, pow2=pow2)
+    return found
 
 
-def regroup(codes_TK: Tensor, scale: Tensor, *, pow2: bool) -> Codes:
-    """Columns (as in `quantize_both`) of the FP32 values of 1x128 codes [T, K] with scale [T, ceil(K / 128)]."""
+def _columns_of(codes_TK: Tensor) -> Codes:
     tokens, width = codes_TK.shape
+    return empty_columns(tokens, width, codes_TK.device)
+
+
+@operation("regroup", fake=_columns_of)
+def regroup(codes_TK: Tensor, scale: Tensor, *, pow2: bool) -> tuple[Tensor, Tensor]:
+    """Columns (as in `quantize_both`) of the FP32 values of 1x128 codes [T, K] with scale [T, ceil(K / 128)]."""
     assert codes_TK.stride(1) == 1
-    found = empty_columns(tokens, width, codes_TK.device)
+    found = _columns_of(codes_TK)
     scale = scale if scale.stride(0) == 1 else scale.t().contiguous().t()
     _launch(codes_TK, codes_TK.stride(0), (codes_TK, scale), found, from_codes=True, pow2=pow2)
     return found

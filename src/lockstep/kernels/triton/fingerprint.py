@@ -33,27 +33,43 @@ def _mix64(x):
 
 
 @triton.jit
-def _keyed_sum(words, key):
-    wide = key.to(tl.int32, bitcast=True).to(tl.int64)
-    return tl.sum(wide * words.to(tl.int64)).to(tl.uint64, bitcast=True)
+def keys_of(number):
+    """Both keys, int32, of words by their number in the tile, uint32."""
+    first = _mix32(number + 1)
+    second = (first ^ (first >> 17)) * 0xED5AD4BB
+    return first.to(tl.int32, bitcast=True), second.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def add_tile(words, tile, scale_bits, found_ptr, after):
-    """Adds a tile's part to the fingerprint of its tensor. words: int32 [128, 32]. tile: int32. scale_bits: uint32.
+def factors_of(tile):
+    """Both factors, int64, of a tile."""
+    number = tile.to(tl.uint64)
+    first, second = _mix64(number + 0x9E3779B97F4A7C15), _mix64(number + 0xD1B54A32D192ED03)
+    return (first | 1).to(tl.int64, bitcast=True), (second | 1).to(tl.int64, bitcast=True)
 
-    after: an int32 that is never negative, which a compiler can't know. Keys depend on it, or else they would all be made
-    early, while registers are short.
-    """
-    one = (after >= 0).to(tl.int32)
-    number = tl.arange(0, 128)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    first = _mix32((number + one).to(tl.uint32))
-    second = (first ^ (first >> 17)) * 0xED5AD4BB
-    place = (tile.to(tl.uint64) << 32) | scale_bits.to(tl.uint64)
-    part = _mix64(_keyed_sum(words, first) + _mix64(place))
-    tl.atomic_add(found_ptr, part.to(tl.int64, bitcast=True), sem="relaxed")
-    part = _mix64(_keyed_sum(words, second) + _mix64(place + 0x9E3779B97F4A7C15))
-    tl.atomic_add(found_ptr + 1, part.to(tl.int64, bitcast=True), sem="relaxed")
+
+@triton.jit
+def times(key, words):
+    """int64 products of int32 numbers. Spelled out, since a compiler that keeps keys over a loop widens them first, which takes
+    twice the registers and a longer product."""
+    return tl.inline_asm_elementwise(
+        "mul.wide.s32 $0, $1, $2;", "=l,r,r", [key, words], dtype=tl.int64, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def add_tile(first, second, tile, scale_bits, found_ptr):
+    """Adds a tile's part to the fingerprint of its tensor. first, second: sums of its words, times their keys. scale_bits: int32,
+    zero without a scale."""
+    key, other = keys_of(tl.full((), 4096, tl.uint32))
+    factor, factor_2 = factors_of(tile)
+    tl.atomic_add(found_ptr, factor * (first + times(key, scale_bits)), sem="relaxed")
+    tl.atomic_add(found_ptr + 1, factor_2 * (second + times(other, scale_bits)), sem="relaxed")
+
+
+@triton.jit
+def _sum_both(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
@@ -64,58 +80,78 @@ def words_of(values, PER_WORD: tl.constexpr):
     return tl.sum(parts << shift[None, None, :], 2).to(tl.int32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "count"])
 def _fingerprint(
     table_ptr,
     found_ptr,
     rows,
     width,
+    count,
     FIELDS: tl.constexpr,
     FOUND: tl.constexpr,
     SHARDS: tl.constexpr,
     WORDS: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """width: words in a row, or bytes when rows aren't made of whole words."""
-    column, block, entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    tile = block * tl.num_programs(0) + column
+    """width: words in a row, or bytes when the tensor isn't made of whole words; count: of the tensor, which may end inside a
+    row."""
+    tile, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
     address_ptr = table_ptr + entry * FIELDS
-    first = block * 128
-    count: tl.constexpr = 32 if WORDS else 128
-    r, c = tl.arange(0, 128)[:, None], column * count + tl.arange(0, count)[None, :]
-    inside = (first + r < rows) & (c < width)
+    per_row: tl.constexpr = 32 if WORDS else 128
+    across = tl.cdiv(width, per_row)
+    first, column = tile // across * 128, tile % across
+    r, c = tl.arange(0, 128)[:, None], column * per_row + tl.arange(0, per_row)[None, :]
+    begin = first.to(tl.int64) * width
+    inside = (first + r < rows) & (c < width) & (r * width + c < count - begin)
     base = tl.load(address_ptr)
     if WORDS:
-        x_ptr = base.to(tl.pointer_type(tl.int32)) + first.to(tl.int64) * width
-        words = tl.load(x_ptr + r * width + c, mask=inside, other=0)
+        words = tl.load(base.to(tl.pointer_type(tl.int32)) + begin + (r * width + c), mask=inside, other=0)
     else:
-        b_ptr = base.to(tl.pointer_type(tl.uint8)) + first.to(tl.int64) * width
-        words = words_of(tl.load(b_ptr + r * width + c, mask=inside, other=0), 4)
-    bits = tl.full((), 0, tl.uint32)
+        raw = tl.load(base.to(tl.pointer_type(tl.uint8)) + begin + (r * width + c), mask=inside, other=0)
+        words = words_of(raw, 4)
+    bits = tl.full((), 0, tl.int32)
     if SCALED:
-        bits = tl.load(tl.load(address_ptr + 1).to(tl.pointer_type(tl.uint32)) + tile)
-    add_tile(words, tile, bits, found_ptr + (entry * SHARDS + tile % SHARDS) * FOUND + FIRST, tile)
+        bits = tl.load(tl.load(address_ptr + 1).to(tl.pointer_type(tl.int32)) + tile)
+    key, other = keys_of((tl.arange(0, 128)[:, None] * 32 + tl.arange(0, 32)[None, :]).to(tl.uint32))
+    sums = tl.reduce((times(key, words), times(other, words)), None, _sum_both)
+    add_tile(sums[0], sums[1], tile, bits, found_ptr + (entry * SHARDS + tile % SHARDS) * FOUND + FIRST)
 
 
 def fingerprints(held: Sequence[tuple[Tensor, Tensor | None]]) -> list[Fingerprint]:
     """Of each (codes, scale) or (values, None) on one device: a launch for each shape, one wait for all."""
-    table = Table()
+    table, kept = Table(), []
     for value, scale in held:
-        matrix = (value if value.dim() == 2 else value.reshape(1, -1)).contiguous()
-        rows, nbytes = matrix.shape[0], matrix.shape[1] * matrix.element_size()
-        tiles = triton.cdiv(rows, TILE), triton.cdiv(nbytes, TILE)
+        value, scale = value.contiguous(), None if scale is None else scale.contiguous()
+        kept.append((value, scale))
+        nbytes = value.numel() * value.element_size()
+        # Without scales the tiles are those of a matrix with 128 bytes a row.
+        rows, width = (triton.cdiv(nbytes, TILE), TILE) if scale is None else tuple(value.shape)
+        tiles = triton.cdiv(rows, TILE), triton.cdiv(width, TILE)
         if scale is not None and scale.shape != tiles:
             raise ValueError(f"scales of shape {tuple(scale.shape)}, one a tile would be {tiles}")
-        whole = nbytes % 4 == 0 and matrix.data_ptr() % 4 == 0
-        kind = (rows, nbytes // 4 if whole else nbytes, tiles, whole, scale is not None)
-        table.add(kind, matrix, None if scale is None else scale.contiguous())
+        whole = width % 4 == nbytes % 4 == value.data_ptr() % 4 == 0
+        per_word = 4 if whole else 1
+        kind = (rows, width // per_word, nbytes // per_word, tiles, whole, scale is not None)
+        table.add(kind, value.data_ptr(), 0 if scale is None else scale.data_ptr())
     for group in table.groups(held[0][0].device):
-        rows, width, (down, across), whole, scaled = group.kind
+        rows, width, count, (down, across), whole, scaled = group.kind
         if down * across:
-            _fingerprint[(across, down, len(group))](
-                group.addresses, group.found, rows, width, FIELDS, FOUND, SHARDS, whole, scaled, num_warps=8
+            _fingerprint[(down * across, len(group))](
+                group.addresses,
+                group.found,
+                rows,
+                width,
+                count,
+                FIELDS,
+                FOUND,
+                SHARDS,
+                whole,
+                scaled,
+                num_warps=8,
             )
-    return [fingerprint_of(row) for row in table.read()]
+    found, _ = table.read()
+    kept.clear()
+    return [fingerprint_of(row) for row in found]
 
 
 def fingerprint_of(found: Sequence[int]) -> Fingerprint:

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.operation import operation
+
 
 @triton.jit
 def _tile(M, N, BM: tl.constexpr, BN: tl.constexpr, GM: tl.constexpr):
@@ -165,11 +167,16 @@ def _bf16(
     tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=m_ok & (rn[None, :] < N))
 
 
+def _product(x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(x_TK.shape[0], w_NK.shape[0], dtype=dtype, device=x_TK.device)
+
+
+@operation("bf16_linear", fake=_product)
 def bf16_matmul(x_TK: Tensor, w_NK: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """x w^T with FP32 accumulation, [T, N] in `dtype`. Last dimensions contiguous."""
     rows, depth = x_TK.shape
     columns = w_NK.shape[0]
-    y = torch.empty(rows, columns, dtype=dtype, device=x_TK.device)
+    y = _product(x_TK, w_NK, dtype)
     if rows == 0:
         return y
     bm, bn, warps = (64, 128, 4) if rows <= 64 else (128, 128, 8) if rows <= 512 else (128, 256, 8)

@@ -13,7 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.operation import operation
+
 SEGMENT = 4096
+
+
+def _row_numbers(logits_TV: Tensor) -> Tensor:
+    """Storage for a number of every row."""
+    return torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
+
+
+def _tokens(logits_RV: Tensor) -> Tensor:
+    """Storage for a token of every row."""
+    return torch.empty(logits_RV.shape[0], dtype=torch.int64, device=logits_RV.device)
 
 
 @triton.jit
@@ -40,10 +52,11 @@ def _normalizer(part_ptr, out_ptr, segments, SP: tl.constexpr):
     tl.store(out_ptr + row, peak + tl.log(tl.sum(total * tl.exp(m - peak), 0)))
 
 
+@operation("log_normalizer", fake=_row_numbers)
 def log_normalizer(logits_TV: Tensor, temperature_T: Tensor) -> Tensor:
     """log sum exp(logits / temperature) [T] FP32 of FP32 logits."""
     rows, vocabulary = logits_TV.shape
-    out = torch.empty(rows, dtype=torch.float32, device=logits_TV.device)
+    out = _row_numbers(logits_TV)
     if rows:
         segments = triton.cdiv(vocabulary, SEGMENT)
         part = torch.empty(rows, segments, 2, dtype=torch.float32, device=logits_TV.device)
@@ -64,12 +77,13 @@ def _target(x_ptr, temperature_ptr, normalizer_ptr, target_ptr, out_ptr, rows, V
     tl.store(out_ptr + row, x - tl.load(normalizer_ptr + row, mask=ok, other=0.0), mask=ok)
 
 
+@operation("target_log_prob", fake=_row_numbers)
 def target_log_prob(
     logits_TV: Tensor, temperature_T: Tensor, normalizer_T: Tensor, targets_T: Tensor
 ) -> Tensor:
     """log p of the targets (int64), [T] FP32."""
     rows, vocabulary = logits_TV.shape
-    out = torch.empty(rows, dtype=torch.float32, device=logits_TV.device)
+    out = _row_numbers(logits_TV)
     if rows:
         _target[(triton.cdiv(rows, 128),)](
             logits_TV, temperature_T, normalizer_T, targets_T, out, rows, vocabulary, 128, num_warps=4
@@ -127,6 +141,7 @@ def _best(part_ptr, index_ptr, token_ptr, segments, SP: tl.constexpr):
     tl.store(token_ptr + row, tl.load(index_ptr + row * segments + at).to(tl.int64))
 
 
+@operation("sample", fake=_tokens)
 def sample(logits_RV: Tensor, temperature_R: Tensor, state_R: Tensor, position_R: Tensor) -> Tensor:
     """Tokens [R] int64: argmax(logits / temperature + Gumbel noise); temperature 0 is greedy.
 
@@ -136,7 +151,7 @@ def sample(logits_RV: Tensor, temperature_R: Tensor, state_R: Tensor, position_R
     segments = triton.cdiv(vocabulary, SEGMENT)
     part = torch.empty(rows, segments, dtype=torch.float32, device=logits_RV.device)
     index = torch.empty(rows, segments, dtype=torch.int32, device=logits_RV.device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
+    tokens = _tokens(logits_RV)
     if rows:
         _scores[(rows, segments)](
             logits_RV,

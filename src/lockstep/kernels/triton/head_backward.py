@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.head import SEGMENT
 
 
@@ -29,10 +30,16 @@ def _entropy(x_ptr, temperature_ptr, normalizer_ptr, out_ptr, V, SEG: tl.constex
     tl.store(out_ptr + row, -tl.sum(total, 0))
 
 
+def _row_numbers(logits_CV: Tensor) -> Tensor:
+    """Storage for a number of every row."""
+    return torch.empty(logits_CV.shape[0], dtype=torch.float32, device=logits_CV.device)
+
+
+@operation("entropy", fake=_row_numbers)
 def entropy(logits_CV: Tensor, temperature_C: Tensor, normalizer_C: Tensor) -> Tensor:
     """Entropy [C] FP32, in nats, of softmax(logits / temperature); normalizers as `head.log_normalizer` gives them."""
     rows, vocabulary = logits_CV.shape
-    out = torch.empty(rows, dtype=torch.float32, device=logits_CV.device)
+    out = _row_numbers(logits_CV)
     if rows:
         _entropy[(rows,)](logits_CV, temperature_C, normalizer_C, out, vocabulary, SEGMENT // 2, num_warps=8)
     return out
@@ -65,6 +72,7 @@ def _logits_grad(
     tl.store(out_ptr + row * V + c, (d * (1.0 / temperature)).to(tl.bfloat16), mask=c < V)
 
 
+@operation("logits_grad", fake=lambda: None, mutates=("out_CV",))
 def logits_grad(
     logits_CV: Tensor,
     targets_C: Tensor,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import E4M3_MAX
 from lockstep.kernels.triton.rope import fixed_codes
 from lockstep.numerics.formats import E4M3
@@ -65,17 +66,29 @@ def watch(
 ) -> None:
     """Raises `maxima_2G` (FP32, heads contiguous) to the absolute maxima of keys and values [T, G, D]; NaN and infinity stay in
     them. `saturated` (int64, one element) grows by the number of elements beyond 448 times their scale [G]."""
+    k_scale, v_scale = scales if scales is not None else (None, None)
+    _gather(k_TGD, v_TGD, k_scale, v_scale, maxima_2G, saturated)
+
+
+@operation("watch_kv", fake=lambda: None, mutates=("maxima_2G", "saturated"))
+def _gather(
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    maxima_2G: Tensor,
+    saturated: Tensor,
+) -> None:
     rows, heads, dim = k_TGD.shape
     assert k_TGD.is_contiguous() and v_TGD.is_contiguous() and maxima_2G.stride(1) == 1
-    k_scale, v_scale = scales if scales is not None else (maxima_2G, maxima_2G)
     dim_p = triton.next_power_of_2(dim)
     step = max(ELEMENTS // dim_p, 16)
     if rows:
         _watch[(triton.cdiv(rows, step), heads, 2)](
             k_TGD,
             v_TGD,
-            k_scale,
-            v_scale,
+            k_scale if k_scale is not None else maxima_2G,
+            v_scale if v_scale is not None else maxima_2G,
             maxima_2G.view(torch.int32),
             saturated,
             rows,
@@ -84,7 +97,7 @@ def watch(
             dim,
             dim_p,
             step,
-            scales is not None,
+            k_scale is not None,
             num_warps=4,
         )
 
@@ -98,11 +111,16 @@ def _codes(x_ptr, out_ptr, scale_ptr, count, G: tl.constexpr, D: tl.constexpr, B
     tl.store(out_ptr + at, fixed_codes(x, scale), mask=ok)
 
 
+def _empty_codes(x_SGD: Tensor) -> Tensor:
+    return torch.empty(x_SGD.shape, dtype=E4M3, device=x_SGD.device)
+
+
+@operation("kv_codes", fake=_empty_codes)
 def kv_codes(x_SGD: Tensor, scale_G: Tensor) -> Tensor:
     """e4m3 codes of keys or values [S, G, D] under fixed per-head scales; larger values saturate."""
     _, heads, dim = x_SGD.shape
     x_SGD = x_SGD.contiguous()
-    out = torch.empty(x_SGD.shape, dtype=E4M3, device=x_SGD.device)
+    out = _empty_codes(x_SGD)
     if x_SGD.numel():
         _codes[(triton.cdiv(x_SGD.numel(), 4096),)](
             x_SGD, out, scale_G, x_SGD.numel(), heads, dim, 4096, num_warps=8

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import after_previous
 from lockstep.kernels.triton.quantize import empty_codes, store_row_codes
 
@@ -62,24 +63,34 @@ def rms_norm(
     pow2: bool = False,
 ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor]]:
     """(x + delta, its norm): the norm as BF16 rows, or as (codes, scale) when `fp8`. All inputs contiguous."""
+    found = _add_norm(x_TK, weight_K, eps, delta_TK, fp8=fp8, pow2=pow2)
+    total = x_TK if delta_TK is None else found[0]
+    return total, ((found[-2], found[-1]) if fp8 else found[-1])
+
+
+def _results(x_TK: Tensor, delta_TK: Tensor | None, fp8: bool) -> list[Tensor]:
+    """Storage for the sum, if there is one, and then for the norm or its codes and scales."""
+    rows, columns = x_TK.shape
+    total = () if delta_TK is None else (torch.empty_like(x_TK),)
+    return [*total, *(empty_codes(rows, columns, x_TK.device) if fp8 else (torch.empty_like(x_TK),))]
+
+
+@operation("add_norm", fake=_results)
+def _add_norm(
+    x_TK: Tensor, weight_K: Tensor, eps: float, delta_TK: Tensor | None, *, fp8: bool, pow2: bool
+) -> list[Tensor]:
     rows, columns = x_TK.shape
     groups = triton.cdiv(columns, 128)
-    total = torch.empty_like(x_TK) if delta_TK is not None else x_TK
-    out: Tensor | tuple[Tensor, Tensor]
-    if fp8:
-        codes, scale = empty_codes(rows, columns, x_TK.device)
-        out, plain = (codes, scale), x_TK
-    else:
-        out = plain = torch.empty_like(x_TK)
-        codes = scale = x_TK
+    found = _results(x_TK, delta_TK, fp8)
+    codes, scale = found[-2:] if fp8 else (x_TK, x_TK)
     if rows:
         blocks = triton.next_power_of_2(groups)
         _norm[(rows,)](
             x_TK,
             x_TK if delta_TK is None else delta_TK,
             weight_K,
-            total,
-            plain,
+            x_TK if delta_TK is None else found[0],
+            x_TK if fp8 else found[-1],
             codes,
             scale,
             columns,
@@ -93,4 +104,4 @@ def rms_norm(
             num_warps=min(16, max(4, blocks // 2)),
             launch_pdl=True,
         )
-    return total, out
+    return found

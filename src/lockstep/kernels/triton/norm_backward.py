@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.operation import operation
+
 WARPS = 2112
 """Of all programs together, at most: 16 for each multiprocessor of an H100. dw's bits depend on the number of programs, so that
 doesn't depend on the card."""
@@ -84,6 +86,12 @@ def sum_parts(parts_PK: Tensor) -> Tensor:
     return out
 
 
+def _results(h_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Storage for the gradients of the input and of the weight."""
+    return torch.empty_like(h_TK), torch.empty(h_TK.shape[1], dtype=torch.float32, device=h_TK.device)
+
+
+@operation("norm_backward", fake=_results)
 def norm_backward(
     grad_TK: Tensor, h_TK: Tensor, weight_K: Tensor, eps: float, dh_TK: Tensor | None
 ) -> tuple[Tensor, Tensor]:

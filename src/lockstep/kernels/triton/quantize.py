@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import after_previous, codes_of, scale_of
 from lockstep.numerics.formats import BLOCK, E4M3
 
@@ -50,6 +51,7 @@ def empty_codes(rows: int, columns: int, device: torch.device) -> tuple[Tensor, 
     return codes[:rows], scale.t()[:rows]
 
 
+@operation("quantize_rows", fake=lambda x_TK: empty_codes(x_TK.shape[0], x_TK.shape[1], x_TK.device))
 def quantize_rows(x_TK: Tensor, *, pow2: bool) -> tuple[Tensor, Tensor]:
     """(codes [T, K], scale [T, ceil(K / 128)]) of rows whose last dimension is contiguous."""
     rows, columns = x_TK.shape

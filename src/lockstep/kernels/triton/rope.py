@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import E4M3_MAX, after_previous, place_of
 
 PAGE = 64
@@ -158,23 +159,49 @@ def rope_and_write(
     norms: weights of the q and k norm. scales: FP32 [G] of keys and values for an e4m3 cache. flag: int32 [1], set to 1 when
     a key or value is not finite: its e4m3 code would be a plausible number, and a BF16 one would poison whoever gets the page.
     """
-    kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
-    q = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    _launch(
+    q_norm, k_norm = norms if norms is not None else (None, None)
+    k_scale, v_scale = scales if scales is not None else (None, None)
+    return _rope_and_write(
         qkv,
-        q,
-        k_pages,
-        v_pages,
         table_PD,
         positions_T,
         slots_T,
-        kv_heads,
-        norms,
-        eps,
-        scales,
+        k_pages,
+        v_pages,
+        q_norm,
+        k_norm,
+        k_scale,
+        v_scale,
         flag,
-        paged=True,
+        heads=heads,
+        eps=eps,
     )
+
+
+def _queries(qkv: Tensor, k_pages: Tensor, heads: int) -> Tensor:
+    return torch.empty(qkv.shape[0], heads, k_pages.shape[3], dtype=qkv.dtype, device=qkv.device)
+
+
+@operation("rope_and_write", fake=_queries, mutates=("k_pages", "v_pages", "flag"))
+def _rope_and_write(
+    qkv: Tensor,
+    table_PD: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    flag: Tensor | None,
+    *,
+    heads: int,
+    eps: float,
+) -> Tensor:
+    q = _queries(qkv, k_pages, heads)
+    places, norms, scales = (table_PD, positions_T, slots_T), (q_norm, k_norm), (k_scale, v_scale)
+    _launch(qkv, q, k_pages, v_pages, places, norms, eps, scales, flag, paged=True)
     return q
 
 
@@ -189,12 +216,33 @@ def rope_rows(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(q [T, H, D], k, v [T, G, D]) after norm and rotation, as rows."""
-    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    q_norm, k_norm = norms if norms is not None else (None, None)
+    return _rope_rows(qkv, table_PD, positions_T, q_norm, k_norm, heads=heads, kv_heads=kv_heads, eps=eps)
+
+
+def _rows(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows, dim = qkv.shape[0], qkv.shape[1] // (heads + 2 * kv_heads)
     q, k, v = (
-        torch.empty(len(qkv), n, head_dim, dtype=qkv.dtype, device=qkv.device)
-        for n in (heads, kv_heads, kv_heads)
+        torch.empty(rows, n, dim, dtype=qkv.dtype, device=qkv.device) for n in (heads, kv_heads, kv_heads)
     )
-    _launch(qkv, q, k, v, table_PD, positions_T, positions_T, kv_heads, norms, eps, None, None, paged=False)
+    return q, k, v
+
+
+@operation("rope_rows", fake=_rows)
+def _rope_rows(
+    qkv: Tensor,
+    table_PD: Tensor,
+    positions_T: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = _rows(qkv, heads, kv_heads)
+    places, nothing = (table_PD, positions_T, positions_T), (None, None)
+    _launch(qkv, q, k, v, places, (q_norm, k_norm), eps, nothing, None, paged=False)
     return q, k, v
 
 
@@ -203,36 +251,35 @@ def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    table_PD: Tensor,
-    positions_T: Tensor,
-    slots_T: Tensor,
-    kv_heads: int,
-    norms: tuple[Tensor, Tensor] | None,
+    places: tuple[Tensor, Tensor, Tensor],
+    norms: tuple[Tensor | None, Tensor | None],
     eps: float,
-    scales: tuple[Tensor, Tensor] | None,
+    scales: tuple[Tensor | None, Tensor | None],
     flag: Tensor | None,
     *,
     paged: bool,
 ) -> None:
+    """places: table, positions and slots. k, v: pages, or rows."""
     rows, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    table_PD, positions_T, slots_T = places
     if rows == 0:
         return
     chunks = triton.cdiv(heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
     half = head_dim // 2
-    q_weight, k_weight = norms if norms is not None else (qkv, qkv)
-    k_scale, v_scale = scales if scales is not None else (table_PD, table_PD)
+    (q_weight, k_weight), (k_scale, v_scale) = norms, scales
     _rope[(rows, chunks)](
         qkv,
         q,
         k,
         v,
-        q_weight,
-        k_weight,
+        q_weight if q_weight is not None else qkv,
+        k_weight if k_weight is not None else qkv,
         table_PD,
         positions_T,
         slots_T,
-        k_scale,
-        v_scale,
+        k_scale if k_scale is not None else table_PD,
+        v_scale if v_scale is not None else table_PD,
         flag if flag is not None else torch.empty(1, dtype=torch.int32, device=qkv.device),
         qkv.stride(0),
         eps,
@@ -242,9 +289,9 @@ def _launch(
         half,
         triton.next_power_of_2(half),
         HEADS,
-        norms is not None,
+        q_weight is not None,
         paged,
-        scales is not None,
+        k_scale is not None,
         num_warps=2,
         enable_fp_fusion=False,
         launch_pdl=True,
@@ -311,10 +358,25 @@ def write_pages(
 
     With `scales` they are quantized; e4m3 pages take the codes, BF16 pages the values of the codes.
     """
+    k_scale, v_scale = scales if scales is not None else (None, None)
+    _write_pages(k_TGD, v_TGD, rows_W, slots_W, k_pages, v_pages, k_scale, v_scale)
+
+
+@operation("write_pages", fake=lambda: None, mutates=("k_pages", "v_pages"))
+def _write_pages(
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    rows_W: Tensor,
+    slots_W: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
     if len(rows_W) == 0:
         return
     _, kv_heads, head_dim = k_TGD.shape
-    k_scale, v_scale = scales if scales is not None else (k_TGD, v_TGD)
+    scaled = k_scale is not None
     _write[(len(rows_W),)](
         k_TGD,
         v_TGD,
@@ -322,14 +384,14 @@ def write_pages(
         v_pages,
         rows_W,
         slots_W,
-        k_scale,
-        v_scale,
+        k_scale if k_scale is not None else k_TGD,
+        v_scale if v_scale is not None else v_TGD,
         kv_heads,
         head_dim,
         triton.next_power_of_2(head_dim),
         triton.next_power_of_2(kv_heads),
-        scales is not None,
+        scaled,
         k_pages.element_size() == 1,
-        scales is not None and k_pages.element_size() == 2,
+        scaled and k_pages.element_size() == 2,
         num_warps=4,
     )

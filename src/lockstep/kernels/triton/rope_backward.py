@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.norm_backward import sum_parts
 from lockstep.kernels.triton.numbers import E4M3_MAX
 from lockstep.kernels.triton.rope import _half_norm
@@ -144,16 +145,47 @@ def rope_backward(
     norms: weights of the q and k norm. scales: FP32 [G] of keys and values that went through FP8: elements beyond their range get
     no gradient.
     """
+    q_norm, k_norm = norms if norms is not None else (None, None)
+    k_scale, v_scale = scales if scales is not None else (None, None)
+    found = _backward(
+        dq_THD, dk_TGD, dv_TGD, qkv_TN, table_PD, positions_T, q_norm, k_norm, k_scale, v_scale, eps=eps
+    )
+    return found[0], *((found[1], found[2]) if norms is not None else (None, None))
+
+
+def _results(dq_THD: Tensor, qkv_TN: Tensor, q_norm: Tensor | None) -> list[Tensor]:
+    """Shapes of the rows' gradient and, with norms, of their weights'."""
+    weights = 0 if q_norm is None else 2
+    dim, device = dq_THD.shape[2], qkv_TN.device
+    return [
+        torch.empty(qkv_TN.shape, dtype=qkv_TN.dtype, device=device),
+        *(torch.empty(dim, dtype=torch.float32, device=device) for _ in range(weights)),
+    ]
+
+
+@operation("rope_backward", fake=_results)
+def _backward(
+    dq_THD: Tensor,
+    dk_TGD: Tensor,
+    dv_TGD: Tensor,
+    qkv_TN: Tensor,
+    table_PD: Tensor,
+    positions_T: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    eps: float,
+) -> list[Tensor]:
     tokens, heads, dim = dq_THD.shape
     kv_heads = dk_TGD.shape[1]
     assert qkv_TN.shape == (tokens, (heads + 2 * kv_heads) * dim) and qkv_TN.stride(1) == 1
     out = torch.empty(qkv_TN.shape, dtype=qkv_TN.dtype, device=qkv_TN.device)
     k_first, v_first = heads * dim, (heads + kv_heads) * dim
-    q_weight, k_weight = norms if norms is not None else (None, None)
-    k_scale, v_scale = scales if scales is not None else (None, None)
     turn = (table_PD, positions_T)
-    dq_weight = _heads(dq_THD, qkv_TN, out, turn, q_weight, eps, None)
-    dk_weight = _heads(dk_TGD, qkv_TN[:, k_first:], out[:, k_first:], turn, k_weight, eps, k_scale)
+    dq_weight = _heads(dq_THD, qkv_TN, out, turn, q_norm, eps, None)
+    dk_weight = _heads(dk_TGD, qkv_TN[:, k_first:], out[:, k_first:], turn, k_norm, eps, k_scale)
     dv = dv_TGD.contiguous()
     if dv.numel():
         _values_backward[(triton.cdiv(dv.numel(), 4096),)](
@@ -170,7 +202,7 @@ def rope_backward(
             v_scale is not None,
             num_warps=8,
         )
-    return out, dq_weight, dk_weight
+    return [out, *(dw for dw in (dq_weight, dk_weight) if dw is not None)]
 
 
 def _heads(

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import after_previous, codes_of, scale_of
 from lockstep.kernels.triton.quantize import empty_codes
 
@@ -43,16 +44,25 @@ def _swiglu(
 
 def swiglu(gate_up_TN: Tensor, *, fp8: bool, pow2: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """[T, N] BF16, or (codes, scale), of rows [T, 2 N] that hold gate and then up."""
+    found = _gated(gate_up_TN, fp8=fp8, pow2=pow2)
+    return (found[0], found[1]) if fp8 else found[0]
+
+
+def _results(gate_up_TN: Tensor, fp8: bool) -> list[Tensor]:
+    """Storage for the rows, or for codes and scales."""
+    rows, columns = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
+    if fp8:
+        return list(empty_codes(rows, columns, gate_up_TN.device))
+    return [torch.empty(rows, columns, dtype=gate_up_TN.dtype, device=gate_up_TN.device)]
+
+
+@operation("swiglu", fake=_results)
+def _gated(gate_up_TN: Tensor, *, fp8: bool, pow2: bool) -> list[Tensor]:
     rows, columns = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
     groups = triton.cdiv(columns, 128)
     step = min(triton.next_power_of_2(groups), 8)
-    out: Tensor | tuple[Tensor, Tensor]
-    if fp8:
-        codes, scale = empty_codes(rows, columns, gate_up_TN.device)
-        out, plain = (codes, scale), gate_up_TN
-    else:
-        out = plain = torch.empty(rows, columns, dtype=gate_up_TN.dtype, device=gate_up_TN.device)
-        codes = scale = plain
+    found = _results(gate_up_TN, fp8)
+    plain, codes, scale = (gate_up_TN, *found) if fp8 else (found[0], found[0], found[0])
     if rows:
         _swiglu[(rows, triton.cdiv(groups, step))](
             gate_up_TN,
@@ -69,4 +79,4 @@ def swiglu(gate_up_TN: Tensor, *, fp8: bool, pow2: bool = False) -> Tensor | tup
             num_warps=4,
             launch_pdl=True,
         )
-    return out
+    return found

@@ -18,10 +18,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.columns import (
     Codes,
     approximate_reciprocal,
-    empty_columns,
+    empty_forms,
     quantize_both,
     store_columns,
     store_rows,
@@ -30,7 +31,6 @@ from lockstep.kernels.triton.columns import (
     widened,
     words,
 )
-from lockstep.kernels.triton.quantize import empty_codes
 from lockstep.numerics.formats import BLOCK, E4M3
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -184,17 +184,42 @@ def swiglu_backward(
 
     grad_TN: BF16. gate_up: BF16 [T, 2 N] or (codes, scale) of it; N is a multiple of 128 then.
     """
+    held, scale = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
+    found = _backward(grad_TN, held, scale, pow2=pow2, fp8=fp8, rows=rows, columns=columns)
+    if not fp8:
+        return found[0]
+    return ((found[0], found[1]) if rows else None), ((found[-2], found[-1]) if columns else None)
+
+
+def _results(grad_TN: Tensor, fp8: bool, rows: bool, columns: bool) -> list[Tensor]:
+    """Storage for the gradient [T, 2 N] in BF16, or for the forms that are wanted."""
     tokens, width = grad_TN.shape
-    coded = isinstance(gate_up, tuple)
-    held, scale = gate_up if isinstance(gate_up, tuple) else (gate_up, gate_up)
+    if fp8:
+        return empty_forms(tokens, 2 * width, grad_TN.device, rows=rows, columns=columns)
+    return [torch.empty(tokens, 2 * width, dtype=torch.bfloat16, device=grad_TN.device)]
+
+
+@operation("swiglu_backward", fake=_results)
+def _backward(
+    grad_TN: Tensor,
+    held: Tensor,
+    held_scale: Tensor | None,
+    *,
+    pow2: bool,
+    fp8: bool,
+    rows: bool,
+    columns: bool,
+) -> list[Tensor]:
+    tokens, width = grad_TN.shape
+    coded, scale = held_scale is not None, held if held_scale is None else held_scale
     assert held.shape == (tokens, 2 * width) and held.stride(1) == grad_TN.stride(1) == 1
     assert not coded or (width % BLOCK == 0 and scale.stride(0) == 1)
     grid = (triton.cdiv(width, BLOCK), triton.cdiv(tokens, BLOCK))
     sizes = (tokens, width, grad_TN.stride(0), held.stride(0), scale.stride(1) if coded else 0)
     if fp8 and width % BLOCK == 0 and _aligned(grad_TN, held):
-        kept = empty_codes(tokens, 2 * width, grad_TN.device) if rows else None
-        turned = empty_columns(tokens, 2 * width, grad_TN.device) if columns else None
-        to, to_words = kept or (grad_TN, grad_TN), turned or (grad_TN.view(E4M3), grad_TN)
+        found = _results(grad_TN, fp8, rows, columns)
+        to = (found[0], found[1]) if rows else (grad_TN, grad_TN)
+        to_words = (found[-2], found[-1]) if columns else (grad_TN.view(E4M3), grad_TN)
         if tokens and width and (rows or columns):
             _swiglu_codes[grid](
                 grad_TN,
@@ -213,12 +238,13 @@ def swiglu_backward(
                 num_warps=WARPS,
                 maxnreg=REGISTERS,
             )
-        return kept, turned
-    out = torch.empty(tokens, 2 * width, dtype=torch.bfloat16, device=grad_TN.device)
+        return found
+    [out] = _results(grad_TN, False, False, False)
     if tokens and width:
         _swiglu_plain[grid](grad_TN, held, scale, out, *sizes, coded, num_warps=8)
     # Where N is ragged, a group has columns of both halves.
-    return quantize_both(out, pow2=pow2, rows=rows, columns=columns) if fp8 else out
+    forms = quantize_both(out, pow2=pow2, rows=rows, columns=columns) if fp8 else ((out,),)
+    return [part for form in forms if form is not None for part in form]
 
 
 def _aligned(*matrices: Tensor) -> bool:

@@ -36,45 +36,44 @@ class Group:
 
 
 class Table:
-    """Fill with `add`, launch what `groups` gives, as often as is good; then `read` the findings of all."""
+    """Fill with `add`, launch what `groups` gives, as often as is good; then `read` the findings of all. Whoever fills it keeps
+    the tensors alive until then."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, list[int]] = {}
-        self._tensors: list[tuple[Tensor | None, ...]] = []
+        self._waiting: dict[Hashable, list[tuple[int, ...]]] = {}
+        self._numbers: dict[Hashable, list[int]] = {}
+        self._count = 0
         self._order: list[int] = []
         self._found: list[Tensor] = []
 
-    def add(self, kind: Hashable, *tensors: Tensor | None) -> None:
-        """One more tensor with what belongs to it. These are kept alive until the findings are read."""
-        self._waiting.setdefault(kind, []).append(len(self._tensors))
-        self._tensors.append(tensors)
+    def add(self, kind: Hashable, *addresses: int) -> None:
+        """One more tensor: the addresses of what belongs to it."""
+        self._waiting.setdefault(kind, []).append(addresses)
+        self._numbers.setdefault(kind, []).append(self._count)
+        self._count += 1
 
     def groups(self, device: torch.device) -> list[Group]:
         """What was added since the last call, one group for each kind; nothing waits for the device."""
-        order = [i for members in self._waiting.values() for i in members]
-        if not order:
+        rows = [row + (0,) * (FIELDS - len(row)) for members in self._waiting.values() for row in members]
+        if not rows:
             return []
-        rows = [[0 if t is None else t.data_ptr() for t in self._tensors[i]] for i in order]
-        rows = [row + [0] * (FIELDS - len(row)) for row in rows]
         table = torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
         found = torch.zeros(len(rows), SHARDS, FOUND, dtype=torch.int64, device=device)
         sizes = [len(members) for members in self._waiting.values()]
         parts = zip(self._waiting, table.split(sizes), found.split(sizes), strict=True)
         groups = [Group(*part) for part in parts]
-        self._order += order
+        self._order += [i for members in self._numbers.values() for i in members]
         self._found.append(found)
-        self._waiting = {}
+        self._waiting, self._numbers = {}, {}
         return groups
 
-    def read(self) -> list[list[int]]:
-        """The findings in the order of `add`. Waits for the device, once."""
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        """The findings in the order of `add`, and the maxima among them as the FP32 numbers with these bits. Waits for the
+        device, once."""
         if not self._found:
-            return []
+            return [], []
         shards = torch.cat(self._found)
         totals = shards.sum(1)
         totals[:, LARGEST] = shards[:, :, LARGEST].amax(1)
-        found: list[list[int]] = [[]] * len(self._order)
-        for i, row in zip(self._order, totals.tolist(), strict=True):
-            found[i] = row
-        self._tensors.clear()
-        return found
+        found = totals.cpu()[torch.tensor(self._order).argsort()]
+        return found.tolist(), found[:, LARGEST].int().view(torch.float32).tolist()

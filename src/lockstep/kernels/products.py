@@ -1,0 +1,215 @@
+"""Which kernel multiplies rows with a weight: for FP8 the library, a narrow kernel for few rows, or the Triton kernel; for BF16
+one of the last two.
+
+All give a row the same bits, whatever the number of rows. But that is proven, not believed: the library is used for a
+weight's shape only after this process has compared it with the Triton kernel at every size class, and a form of the narrow
+kernel only after it gave the library's bits. Without proof the Triton kernel does it all. Which of the proven ones runs is a
+matter of measured time.
+
+A process has one `PRODUCTS`, as a proof holds for the process: cuBLASLt reads its workspace setting once. The operation
+`fp8_linear` is its `linear`.
+
+Next: `triton/gemm.py` and `triton/narrow_gemm.py` for the arithmetic, `library.py` for what cuBLASLt demands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.library import scaled_mm_codes
+from lockstep.kernels.operation import operation
+from lockstep.kernels.triton import gemm, narrow_bf16, narrow_gemm
+from lockstep.kernels.triton.quantize import quantize_rows
+
+PROOF_ROWS = (4, 8, 16, 32, 64, 96, 128, 256, 512, 1024)
+FEW_ROWS = (16, 32, 64, 128, narrow_gemm.MOST_ROWS)
+"""Classes of few rows for which the faster of library and narrow kernel is found by timing; the bits are the same."""
+NARROW = (
+    {"stages": 6},
+    {"stages": 9},
+    {"stages": 12},
+    {"stages": 9, "tokens": 32},
+    {"stages": 9, "tokens": 64},
+    {"stages": 8, "tile": 128},
+)
+HEAD_START = 1.03
+"""How much slower alone a narrow kernel may be than the library: it starts while the kernel before it ends."""
+Form = dict[str, int]
+"""Options of the narrow kernel."""
+
+
+class Products:
+    """Proofs and choices so far."""
+
+    def __init__(self) -> None:
+        self._library: dict[torch.Size, bool] = {}
+        self._narrow: dict[tuple[torch.Size, int], Form | None] = {}
+        self._plain: dict[tuple[torch.Size, int], Form | None] = {}
+
+    def linear(
+        self,
+        x_codes_TK: Tensor,
+        x_scale: Tensor,
+        w_codes_NK: Tensor,
+        w_scale: Tensor,
+        library_scale: Tensor | None,
+        w_group: int,
+    ) -> Tensor:
+        """x w^T of 1x128 rows and a weight with `w_group` rows a scale, rounded once to BF16, [T, N]. library_scale: the weight's
+        in the library's layout, None for shapes that it refuses."""
+        if library_scale is None or not self.proven(w_codes_NK, w_scale, library_scale, w_group):
+            return gemm.fp8_matmul(x_codes_TK, x_scale, w_codes_NK, w_scale, w_group=w_group)
+        narrow = None
+        if x_scale.stride(1) % 4 == 0:  # in padded storage, as kernels leave them; a copy may be denser
+            narrow = self._choice(w_codes_NK, w_scale, library_scale, len(x_codes_TK))
+        if narrow is not None:
+            return narrow_gemm.narrow_matmul(x_codes_TK, x_scale, w_codes_NK, w_scale, **narrow)
+        return scaled_mm_codes(x_codes_TK, x_scale, w_codes_NK, library_scale)
+
+    def proven(self, w_codes_NK: Tensor, w_scale: Tensor, library_scale: Tensor, w_group: int) -> bool:
+        """Whether the library gives rows of this weight shape the Triton kernel's bits at every size class."""
+        shape = w_codes_NK.shape
+        if shape not in self._library:
+            x = _random(PROOF_ROWS[-1], w_codes_NK, seed=shape[0] + shape[1])
+            expected = gemm.fp8_matmul(*quantize_rows(x, pow2=False), w_codes_NK, w_scale, w_group=w_group)
+            same = True
+            for count in PROOF_ROWS:
+                for first in {0, PROOF_ROWS[-1] - count}:
+                    some = quantize_rows(x[first : first + count], pow2=False)
+                    found = scaled_mm_codes(*some, w_codes_NK, library_scale)
+                    same &= torch.equal(found, expected[first : first + count])
+            self._library[shape] = same
+        return self._library[shape]
+
+    def agree(self, ours: Tensor, known: Tensor) -> bool:
+        """What a narrow form must do to be a candidate."""
+        return torch.equal(ours, known)
+
+    def _choice(self, w_codes_NK: Tensor, w_scale: Tensor, library_scale: Tensor, count: int) -> Form | None:
+        """The fastest form of the narrow kernel for so few rows, or None where the library is faster. Each candidate has to
+        give the library's bits first."""
+        size = next((s for s in FEW_ROWS if s >= count), None)
+        if size is None:
+            return None
+        key = (w_codes_NK.shape, size)
+        if key not in self._narrow:
+            x = _random(size, w_codes_NK, seed=size)
+            some = {n: quantize_rows(x[:n], pow2=False) for n in _counts(size)}
+
+            def library() -> Tensor:
+                return scaled_mm_codes(*some[size], w_codes_NK, library_scale)
+
+            def narrow(n: int, form: Form) -> Tensor:
+                codes, scale = some[n]
+                return narrow_gemm.narrow_matmul(codes, scale, w_codes_NK, w_scale, **form)
+
+            self._narrow[key] = self._fastest(size, library, narrow)
+        return self._narrow[key]
+
+    def plain(self, x_TK: Tensor, w_NK: Tensor) -> Tensor:
+        """x w^T of BF16 rows and a BF16 weight, rounded once to BF16, [T, N]: the Triton kernel or, for few rows, a form of the
+        narrow one that is faster and has its bits."""
+        form = self._plain_choice(w_NK, len(x_TK)) if narrow_bf16.takes(x_TK, w_NK) else None
+        if form is None:
+            return gemm.bf16_matmul(x_TK, w_NK)
+        return narrow_bf16.narrow_bf16_matmul(x_TK, w_NK, **form)
+
+    def _plain_choice(self, w_NK: Tensor, count: int) -> Form | None:
+        size = next((s for s in FEW_ROWS if s >= count), None)
+        if size is None:
+            return None
+        key = (w_NK.shape, size)
+        if key not in self._plain:
+            x = _random(size, w_NK, seed=size)
+            self._plain[key] = self._fastest(
+                size,
+                lambda: gemm.bf16_matmul(x, w_NK),
+                lambda n, form: narrow_bf16.narrow_bf16_matmul(x[:n], w_NK, **form),
+            )
+        return self._plain[key]
+
+    def _fastest(
+        self, size: int, known: Callable[[], Tensor], narrow: Callable[[int, Form], Tensor]
+    ) -> Form | None:
+        """The fastest form of a narrow kernel for `size` rows, or None where the known kernel is faster. known: of `size` rows;
+        narrow: of the first n of them."""
+        expected = known()
+        best, found = HEAD_START * elapsed(known), None
+        for form in NARROW:
+            if form.get("tokens", 0) >= narrow_gemm.shape_of(size) or not narrow_gemm.fits(size, **form):
+                continue
+            if not all(self.agree(narrow(n, form), expected[:n]) for n in _counts(size)):
+                continue
+            time = elapsed(lambda form=form: narrow(size, form))  # type: ignore[misc]
+            if time < best:
+                best, found = time, form
+        return found
+
+
+PRODUCTS = Products()
+"""Of this process."""
+
+
+def _product(x_codes_TK: Tensor, w_codes_NK: Tensor) -> Tensor:
+    shape = (x_codes_TK.shape[0], w_codes_NK.shape[0])
+    return torch.empty(shape, dtype=torch.bfloat16, device=x_codes_TK.device)
+
+
+@operation("fp8_linear", fake=_product)
+def fp8_linear(
+    x_codes_TK: Tensor,
+    x_scale: Tensor,
+    w_codes_NK: Tensor,
+    w_scale: Tensor,
+    library_scale: Tensor | None,
+    w_group: int,
+) -> Tensor:
+    """See `Products.linear`."""
+    return PRODUCTS.linear(x_codes_TK, x_scale, w_codes_NK, w_scale, library_scale, w_group)
+
+
+@operation("bf16_product", fake=lambda x_TK, w_NK: _product(x_TK, w_NK))
+def bf16_product(x_TK: Tensor, w_NK: Tensor) -> Tensor:
+    """See `Products.plain`."""
+    return PRODUCTS.plain(x_TK, w_NK)
+
+
+def _counts(size: int) -> tuple[int, int, int]:
+    """Numbers of rows at which a form of this size class is compared."""
+    return 1, size - 3, size
+
+
+def _random(rows: int, w_codes_NK: Tensor, *, seed: int) -> Tensor:
+    """Rows that the weight takes, BF16."""
+    device = w_codes_NK.device
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(rows, w_codes_NK.shape[1], generator=generator, device=device).bfloat16()
+
+
+def elapsed(run: Callable[[], object], repeats: int = 8) -> float:
+    """Milliseconds of a launch sequence within a graph, with the L2 cache overwritten before each."""
+    flush = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+
+    def replayed(work: Callable[[], object] | None) -> float:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(repeats):
+                flush.zero_()
+                if work is not None:
+                    work()
+        times = []
+        for _ in range(5):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return float(sorted(times)[2])
+
+    run()
+    torch.cuda.synchronize()
+    return (replayed(run) - replayed(None)) / repeats

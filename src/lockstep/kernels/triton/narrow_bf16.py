@@ -1,0 +1,194 @@
+"""BF16 product for few rows: decode sizes of what stays in BF16.
+
+    y_TN = x_TK w_NK^T, summed by the tensor cores in steps of 16 along K, ascending; rounded once
+
+As in `narrow_gemm.py` the weight is the left operand and tokens are columns, a ring of bulk copies keeps the memory busy, and the
+first weights are fetched while the kernel before this one ends. There are no scales, so one chain of products runs through
+all of K. Its order is that of `gemm.bf16_matmul`, hence the bits; `../hopper.py` proves it for every weight shape on the spot.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.experimental.gluon.language as gl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lockstep.kernels.triton.narrow_gemm import shape_of
+
+STEP = 64
+"""Elements along K of one copy: 128 bytes."""
+
+
+@gluon.jit
+def _copy(
+    w_desc,
+    x_desc,
+    w_ring,
+    x_ring,
+    ready,
+    free,
+    tiles,
+    tiles_m,
+    count,
+    BN: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One warp that keeps the ring full, block after block, tile after tile."""
+    size: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
+    first = gl.program_id(0)
+    n0, m0 = first // tiles_m * BN, first % tiles_m * BM
+    for s in gl.static_range(STAGES):
+        if s < count:
+            mbarrier.expect(ready.index(s), size)
+            tma.async_copy_global_to_shared(w_desc, [n0, s * 64], ready.index(s), w_ring.index(s))
+    gdc_wait()
+    gdc_launch_dependents()
+    for s in gl.static_range(STAGES):
+        if s < count:
+            tma.async_copy_global_to_shared(x_desc, [m0, s * 64], ready.index(s), x_ring.index(s))
+    filled = gl.minimum(STAGES, count)
+    at = filled
+    for tile in range(first, tiles, gl.num_programs(0)):
+        n0, m0 = tile // tiles_m * BN, tile % tiles_m * BM
+        for k in range(gl.where(tile == first, filled, 0), count):
+            stage = at % STAGES
+            mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
+            bar = ready.index(stage)
+            mbarrier.expect(bar, size)
+            tma.async_copy_global_to_shared(w_desc, [n0, k * 64], bar, w_ring.index(stage))
+            tma.async_copy_global_to_shared(x_desc, [m0, k * 64], bar, x_ring.index(stage))
+            at += 1
+
+
+@gluon.jit
+def _multiply(
+    w_ring,
+    x_ring,
+    ready,
+    free,
+    y_ptr,
+    M,
+    N,
+    tiles,
+    tiles_m,
+    count,
+    BN: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """The warpgroups that multiply and store. A block is given back when the product after it has begun and it is done."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16]
+    )
+    base = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        n0, m0 = tile // tiles_m * BN, tile % tiles_m * BM
+        acc = gl.zeros([BN, BM], gl.float32, layout)
+        for k in range(count):
+            at = base + k
+            stage = at % STAGES
+            mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
+            acc = warpgroup_mma(w_ring.index(stage), x_ring.index(stage).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            if k > 0:
+                mbarrier.arrive(free.index((at - 1) % STAGES), count=1)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(free.index((base + count - 1) % STAGES), count=1)
+        base += count
+        m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(0, layout))
+        n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
+        out = y_ptr + gl.expand_dims(m, 0) * N + gl.expand_dims(n, 1)
+        inside = (gl.expand_dims(m, 0) < M) & (gl.expand_dims(n, 1) < N)
+        gl.store(out, acc.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _narrow_bf16(
+    w_desc,
+    x_desc,
+    y_ptr,
+    M,
+    N,
+    count,
+    tiles,
+    tiles_m,
+    BN: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    w_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, 64], w_desc.layout)
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, 64], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(free.index(s), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (w_ring, x_ring, ready, free, y_ptr, M, N, tiles, tiles_m, count, BN, BM, STAGES, WARPS),
+            ),
+            (
+                _copy,
+                (w_desc, x_desc, w_ring, x_ring, ready, free, tiles, tiles_m, count, BN, BM, STAGES),
+            ),
+        ],
+        [1],
+        [24],
+    )
+
+
+def narrow_bf16_matmul(
+    x_MK: Tensor, w_NK: Tensor, *, tile: int = 64, stages: int = 9, tokens: int = 0
+) -> Tensor:
+    """x w^T [M, N] BF16 for few rows. Both operands contiguous, their starts and rows aligned to 16 bytes."""
+    rows, depth = x_MK.shape
+    columns = w_NK.shape[0]
+    bm = tokens or shape_of(rows)
+    y = torch.empty(rows, columns, dtype=torch.bfloat16, device=x_MK.device)
+    tiles_m = triton.cdiv(rows, bm)
+    tiles = triton.cdiv(columns, tile) * tiles_m
+    _narrow_bf16[(min(tiles, torch.cuda.get_device_properties().multi_processor_count),)](
+        _descriptor(w_NK, tile),
+        _descriptor(x_MK, bm),
+        y,
+        rows,
+        columns,
+        triton.cdiv(depth, STEP),
+        tiles,
+        tiles_m,
+        tile,
+        bm,
+        stages,
+        tile // 16,
+        num_warps=tile // 16,
+        launch_pdl=True,
+    )
+    return y
+
+
+def takes(x_MK: Tensor, w_NK: Tensor) -> bool:
+    """Whether bulk copies can read these operands."""
+    aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) == 1 for t in (x_MK, w_NK))
+    return aligned and x_MK.dtype == w_NK.dtype == torch.bfloat16
+
+
+def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for([rows, STEP], gl.bfloat16)
+    return TensorDescriptor.from_tensor(values, [rows, STEP], layout)
