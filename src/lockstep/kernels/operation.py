@@ -35,6 +35,8 @@ R = TypeVar("R")
 NAMESPACE = "lockstep"
 OPERATIONS: dict[str, Any] = {}
 """What was declared so far, by name: torch's operator of each."""
+LAUNCHERS: dict[str, Callable[..., Any]] = {}
+"""The launcher of each."""
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
 
@@ -61,7 +63,7 @@ def operation(
         )
         made.register_fake(shape_only)
         operator = getattr(getattr(torch.ops, NAMESPACE), name).default
-        OPERATIONS[name] = operator
+        OPERATIONS[name], LAUNCHERS[name] = operator, launch
 
         @wraps(launch)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:

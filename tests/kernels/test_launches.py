@@ -1,0 +1,116 @@
+"""Every launch compiles for a Hopper GPU, without one.
+
+Launchers run on tensors of the CPU; Triton binds, specialises and compiles what they launch as it would on the GPU, but
+starts nothing. So wrong arguments, kernels that no longer compile and results of another form show on any machine that has
+Triton 3.6 (`pip install triton==3.6.0`); elsewhere this is skipped.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", minversion="3.6")
+
+from lockstep.bench.operations import Call, calls, tables  # noqa: E402
+from lockstep.kernels.operation import LAUNCHERS  # noqa: E402
+
+
+class Driver:
+    """As much of a driver as compilation asks for."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that were compiled instead of launched."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    names: list[str] = []
+    compile_only = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        assert all(int(n) >= 1 for n in grid), (self.__name__, grid)
+        names.append(self.__name__)
+        return compile_only(self, *args, grid=grid, warmup=True, **kwargs)
+
+    processors = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: processors)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(driver, "_active", Driver())
+    return names
+
+
+def chooses(call: Call) -> bool:
+    """Whether the launcher first compares and times kernels, which takes a GPU."""
+    few = call.name == "bf16_product" and call.args[0].shape[0] <= 256 and call.args[0].shape[1] % 8 == 0
+    return few or (call.name == "fp8_linear" and call.args[4] is not None)
+
+
+def test_every_operation(launched: list[str]) -> None:
+    import lockstep.kernels.hopper  # noqa: F401 - declares them all
+
+    for call in calls("cpu", tables()):
+        if chooses(call):
+            continue
+        before = len(launched)
+        found = LAUNCHERS[call.name](*call.args, **call.kwargs)
+        assert len(launched) > before, call.name
+        results = [] if found is None else [found] if isinstance(found, torch.Tensor) else list(found)
+        forms = [(tuple(x.shape), x.dtype, tuple(x.stride())) for x in results]
+        assert forms == [tuple(form) for form in call.forms], (call.name, call.kwargs)
+
+
+def test_every_form_of_the_narrow_products(launched: list[str]) -> None:
+    from lockstep.kernels.products import NARROW
+    from lockstep.kernels.triton.narrow_bf16 import narrow_bf16_matmul
+    from lockstep.kernels.triton.narrow_gemm import fits, narrow_matmul
+    from lockstep.kernels.triton.quantize import empty_codes
+
+    codes, scale = torch.zeros(1024, 512, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(8, 4)
+    weight = torch.zeros(1024, 512, dtype=torch.bfloat16)
+    for rows in (1, 17, 64, 256):
+        x_codes, x_scale = empty_codes(rows, 512, torch.device("cpu"))
+        for form in NARROW:
+            if fits(rows, **form):
+                narrow_matmul(x_codes, x_scale, codes, scale, **form)
+                narrow_bf16_matmul(torch.zeros(rows, 512, dtype=torch.bfloat16), weight, **form)
+    assert set(launched) == {"_narrow", "_narrow_bf16"}
+
+
+def test_refresh_and_fingerprints(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.kernels import in_place
+    from lockstep.kernels.renew import Source
+    from lockstep.kernels.triton.fingerprint import fingerprints
+    from lockstep.numerics.formats import BF16, square_blocks
+
+    monkeypatch.setattr(in_place, "_master", lambda source: source.master)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
+    shapes = [(384, 512), (576, 576), (192, 576), (130, 200), (97, 323), (576,), (5,)]
+    operands = (square_blocks("fp32"), square_blocks("pow2"), BF16)
+    sources = [
+        Source(f"{shape} {operand}", torch.zeros(shape), operand, torch.bfloat16, None)
+        for shape in shapes
+        for operand in operands
+        if len(shape) == 2 or operand is BF16
+    ]
+    made = [renewed.packed for renewed in in_place.refresh(sources)]
+    held = [(p.codes.codes, p.codes.scale) if p.codes is not None else (p.plain, None) for p in made]
+    assert len(fingerprints(held)) == len(sources)
+    assert set(launched) == {"_requantize", "_round", "_fingerprint"}
