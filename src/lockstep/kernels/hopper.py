@@ -6,7 +6,7 @@ What a row gets is decided by the instruction, never by the number of rows. Seve
 cuBLASLt splits K at few rows when it has a workspace, and then a row's bits depend on its batch. So the workspace is set to
 zero before the first call; see docs/architecture.md.
 
-Next: `triton/attention.py` for the loop, `../models/fused.py` for the forward pass made of these.
+Next: `triton/attention.py` and `triton/attention_loop.py` for the loop, `../models/fused.py` for the forward pass made of these.
 """
 
 from __future__ import annotations

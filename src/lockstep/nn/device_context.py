@@ -2,7 +2,7 @@
 
 `DevicePages` is the engine's: keys and values go to pages of the cache, and a step either has one query for each sequence
 (decode) or tiles of queries (prefill). `DevicePacked` is the training forward's: the same kernels over pages made for this
-pass. Both end in the loop of `kernels/triton/attention.py`, and a row gets the same bits from either.
+pass. Both end in the loop of `kernels/triton/attention_loop.py`, and a row gets the same bits from either.
 """
 
 from __future__ import annotations
