@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli.arguments import Overrides, load
+from lockstep.cli.bench_output import finish
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,9 +102,7 @@ def _audit_shapes(
 ) -> None:
     """Shapes with random weights, then the model of the configuration, on the same kernels."""
     from lockstep.bench import audit as bench
-    from lockstep.bench.goals import GOALS, write_goals
-    from lockstep.bench.machine import require_hopper, stamp
-    from lockstep.bench.results import FOLDER, write_results
+    from lockstep.bench.machine import require_hopper
 
     if goals:
         bench.refuse_unless_whole(shapes, flows, layers=layers, plant=plant, config=spec is not None)
@@ -116,14 +115,7 @@ def _audit_shapes(
     if spec is not None:
         audited.append(bench.audit_run(spec, flows, kernels, say=typer.echo))
     records = [r for a in audited for r in a.records()]
-    here, path = stamp(), out or FOLDER / "audit.json"
-    write_results(path, "audit", here, {}, records)
-    typer.echo(f"wrote {path}")
-    if goals:
-        goal = bench.goal(audited)
-        write_goals([goal], here)
-        typer.echo(goal.line())
-        typer.echo(f"wrote {GOALS}")
+    finish("audit", out, {}, records, [bench.goal(audited)] if goals else ())
     failed = [r for r in records if not r["passed"]]
     rows, values = (sum(r[key] for r in records) for key in ("rows", "values"))
     typer.echo(

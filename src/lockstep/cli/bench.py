@@ -13,9 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 from lockstep.cli import bench_training
-from lockstep.cli.bench_output import Goals, Out
-from lockstep.cli.bench_output import begin as _begin
-from lockstep.cli.bench_output import finish as _finish
+from lockstep.cli.bench_output import Goals, Out, begin, finish
 from lockstep.cli.train_exact import train_exact
 from lockstep.errors import ConfigError, ContractError
 
@@ -61,14 +59,14 @@ def gemm(
 
     Exit code 3: a kernel of ours broke the row law.
     """
-    ceilings = _begin("lockstep bench gemm")
+    ceilings = begin("lockstep bench gemm")
     from lockstep.bench.gemm import broken, run_gemm
     from lockstep.bench.products import CHOICES
     from lockstep.bench.shapes import MODELS, ROWS
 
     chosen = _names(choices, CHOICES, "--choices")
     records = run_gemm(ceilings, model or MODELS, _numbers(rows) or ROWS, chosen, say=typer.echo)
-    _finish("gemm", out, ceilings.record(), records)
+    finish("gemm", out, ceilings.record(), records)
     shapes = broken(records)
     if shapes:
         raise ContractError(f"rows change with the number of rows: {', '.join(shapes)}")
@@ -77,22 +75,22 @@ def gemm(
 @app.command()
 def quant(model: Models = None, rows: Rows = "", out: Out = None) -> None:
     """What surrounds the products: quantization, alone and fused into norm, SwiGLU and the write to the cache."""
-    ceilings = _begin("lockstep bench quant")
+    ceilings = begin("lockstep bench quant")
     from lockstep.bench import quant as bench
     from lockstep.bench.shapes import MODELS
 
     records = bench.run_quant(ceilings, model or MODELS, _numbers(rows) or bench.ROWS, say=typer.echo)
-    _finish("quant", out, ceilings.record(), records)
+    finish("quant", out, ceilings.record(), records)
 
 
 @app.command()
 def attention(model: Models = None, out: Out = None, goals: Goals = False) -> None:
     """Prefill against torch's kernels, paged decode against copy bandwidth; BF16 and FP8 keys and values."""
-    ceilings = _begin("lockstep bench attention")
+    ceilings = begin("lockstep bench attention")
     from lockstep.bench import attention as bench
 
     records = bench.run_attention(ceilings, model or (bench.GOAL_MODEL,), say=typer.echo)
-    _finish("attention", out, ceilings.record(), records, bench.goals(records) if goals else ())
+    finish("attention", out, ceilings.record(), records, bench.goals(records) if goals else ())
 
 
 @app.command()
@@ -116,7 +114,7 @@ def rollout(
     goals: Goals = False,
 ) -> None:
     """Rollout throughput of the embedded engine, against the byte floor and, if asked for, vLLM in the same call."""
-    ceilings = _begin("lockstep bench rollout")
+    ceilings = begin("lockstep bench rollout")
     from dataclasses import asdict
 
     from lockstep.bench import rollout as bench
@@ -126,7 +124,7 @@ def rollout(
     found = bench.run_rollout(ceilings, model, works, chosen, vllm=vllm, say=typer.echo)
     reached = bench.goals(found, model, works) if goals else ()
     name = f"rollout-{model}-" + "-".join(w.replace(" ", "") for w in work or ["64x512+1024"])
-    _finish(name, out, ceilings.record(), [asdict(t) for t in found], reached)
+    finish(name, out, ceilings.record(), [asdict(t) for t in found], reached)
 
 
 @app.command()
@@ -148,14 +146,14 @@ def price(
     goals: Goals = False,
 ) -> None:
     """What exactness costs: rollout with our kernels against rollout with the fastest choice of each, exact or not."""
-    ceilings = _begin("lockstep bench price")
+    ceilings = begin("lockstep bench price")
     from dataclasses import asdict
 
     from lockstep.bench import price as bench
     from lockstep.bench.rollout import Work
 
     found = bench.run_price(ceilings, model, Work.parse(work), say=typer.echo)
-    _finish("price", out, ceilings.record(), [asdict(t) for t in found], bench.goals(found) if goals else ())
+    finish("price", out, ceilings.record(), [asdict(t) for t in found], bench.goals(found) if goals else ())
 
 
 @app.command()
@@ -172,7 +170,7 @@ def publish(
 
     Exit code 3: the receipt told of other codes than the engine holds.
     """
-    ceilings = _begin("lockstep bench publish")
+    ceilings = begin("lockstep bench publish")
     from lockstep.bench import publish as bench
     from lockstep.bench.rollout import FLOWS
     from lockstep.bench.shapes import preset
@@ -183,7 +181,7 @@ def publish(
     )
     typer.echo("\n".join(found.lines()))
     reached = bench.goals([found]) if goals else ()
-    _finish(f"publish-{model}", out, ceilings.record(), [found.record()], reached)
+    finish(f"publish-{model}", out, ceilings.record(), [found.record()], reached)
 
 
 @app.command()
@@ -226,7 +224,7 @@ def check(
         return
     checks = bench.run_checks(Size(small=small), names, say=typer.echo)
     if write:
-        _finish("check", out, {}, bench.records(checks), bench.goals(checks) if goals else ())
+        finish("check", out, {}, bench.records(checks), bench.goals(checks) if goals else ())
     typer.echo(bench.verdict(checks))
     if not all(c.passed for c in checks):
         raise typer.Exit(3)
@@ -240,7 +238,7 @@ def _sanitize(tools: str, names: Sequence[str], out: Path | None, *, goals: bool
     verdicts = bench.run_sanitizer(_names(tools, bench.TOOLS, "--sanitize"), names, say=typer.echo)
     if write:
         rows = [asdict(v) for v in verdicts]
-        _finish("sanitize", out, {}, rows, bench.goals(verdicts) if goals else ())
+        finish("sanitize", out, {}, rows, bench.goals(verdicts) if goals else ())
     if not all(v.clean for v in verdicts):
         raise typer.Exit(3)
 

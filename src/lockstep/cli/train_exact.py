@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli.arguments import load
+from lockstep.cli.bench_output import finish
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ def train_exact(
     from dataclasses import asdict
 
     from lockstep.bench import exact_run as bench
-    from lockstep.bench.goals import GOALS, write_goals
-    from lockstep.bench.machine import require_hopper, stamp
-    from lockstep.bench.results import FOLDER, write_results
+    from lockstep.bench.machine import require_hopper
     from lockstep.config.load import dump
     from lockstep.launch.local import run_training
 
@@ -56,14 +55,7 @@ def train_exact(
         run_training(spec, resume="never", config_yaml=dump(spec))
         found.append(bench.read_run(spec, kernels=spec.kernels))
         typer.echo(found[-1].line())
-    here, path = stamp(), out or FOLDER / "train-exact.json"
-    write_results(path, "train-exact", here, {}, [asdict(run) for run in found])
-    typer.echo(f"wrote {path}")
-    if goals:
-        goal = bench.goal(found)
-        write_goals([goal], here)
-        typer.echo(goal.line())
-        typer.echo(f"wrote {GOALS}")
+    finish("train-exact", out, {}, [asdict(run) for run in found], [bench.goal(found)] if goals else ())
     if not all(run.exact for run in found):
         raise typer.Exit(3)
 

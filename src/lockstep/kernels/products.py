@@ -91,7 +91,7 @@ class Products:
     def _choice(self, w_codes_NK: Tensor, w_scale: Tensor, library_scale: Tensor, count: int) -> Form | None:
         """The fastest form of the narrow kernel for so few rows, or None where the library is faster. Each candidate has to
         give the library's bits first."""
-        size = next((s for s in FEW_ROWS if s >= count), None)
+        size = _size_class(count)
         if size is None:
             return None
         key = (w_codes_NK.shape, size)
@@ -118,7 +118,7 @@ class Products:
         return narrow_bf16.narrow_bf16_matmul(x_TK, w_NK, **form)
 
     def _plain_choice(self, w_NK: Tensor, count: int) -> Form | None:
-        size = next((s for s in FEW_ROWS if s >= count), None)
+        size = _size_class(count)
         if size is None:
             return None
         key = (w_NK.shape, size)
@@ -175,6 +175,11 @@ def fp8_linear(
 def bf16_product(x_TK: Tensor, w_NK: Tensor) -> Tensor:
     """See `Products.plain`."""
     return PRODUCTS.plain(x_TK, w_NK)
+
+
+def _size_class(count: int) -> int | None:
+    """The class of few rows that so many belong to, or None where they are not few."""
+    return next((size for size in FEW_ROWS if size >= count), None)
 
 
 def _counts(size: int) -> tuple[int, int, int]:

@@ -28,6 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+UNROLL = gl.constexpr(4)
+"""Blocks of one round of the loop; even."""
 MOST_ROWS = 256
 """Beyond, the library's larger tiles win."""
 
@@ -114,9 +116,7 @@ def _multiply(
     BN: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
-    WARPS_N: gl.constexpr,
-    WARPS_M: gl.constexpr,
-    UNROLL: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """The warpgroups that multiply, scale, add and store.
 
@@ -124,7 +124,7 @@ def _multiply(
     assembler can't tell when a set may be read, and waits for every product where it is issued (its note C7514).
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS_N, WARPS_M], instr_shape=[16, BM // WARPS_M, 32]
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 32]
     )
     column: gl.constexpr = gl.SliceLayout(0, layout)
     even = gl.zeros([BN, BM], gl.float32, layout)
@@ -184,9 +184,7 @@ def _narrow(
     BN: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
-    WARPS_N: gl.constexpr,
-    WARPS_M: gl.constexpr,
-    UNROLL: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BN, 128], w_desc.layout)
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BM, 128], x_desc.layout)
@@ -218,9 +216,7 @@ def _narrow(
                     BN,
                     BM,
                     STAGES,
-                    WARPS_N,
-                    WARPS_M,
-                    UNROLL,
+                    WARPS,
                 ),
             ),
             (
@@ -253,10 +249,10 @@ def shape_of(rows: int) -> int:
     return 32 if rows <= 32 else 64 if rows <= 64 else 128
 
 
-def fits(rows: int, *, tile: int = 64, stages: int = 6, tokens: int = 0, groups: int = 1) -> bool:
+def fits(rows: int, *, tile: int = 64, stages: int = 6, tokens: int = 0) -> bool:
     """Whether the ring of this form has room in a multiprocessor's shared memory (227 KiB, some for barriers)."""
     bm = tokens or shape_of(rows)
-    return stages * ((tile + bm) * 128 + bm * 4) <= 225 * 1024 and bm // groups >= 8
+    return stages * ((tile + bm) * 128 + bm * 4) <= 225 * 1024
 
 
 def narrow_matmul(
@@ -267,9 +263,7 @@ def narrow_matmul(
     *,
     tile: int = 64,
     stages: int = 6,
-    groups: int = 1,
     tokens: int = 0,
-    unroll: int = 4,
 ) -> Tensor:
     """Block-scaled x w^T [M, N] BF16 for M <= MOST_ROWS. x_scale [M, K / 128]: unit stride along M; N, K: multiples of 128."""
     rows, depth = x_codes_MK.shape
@@ -295,9 +289,7 @@ def narrow_matmul(
         bm,
         stages,
         tile // 16,
-        groups,
-        unroll,
-        num_warps=tile // 16 * groups,
+        num_warps=tile // 16,
         launch_pdl=True,
     )
     return y
