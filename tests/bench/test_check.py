@@ -11,7 +11,15 @@ import torch
 from lockstep.bench.check import BOUNDS_DB, near, poisoned, same
 from lockstep.bench.checks_products import draw_state
 from lockstep.bench.checks_rows import hostile_rows, rope_inputs, rope_reference
-from lockstep.bench.sanitize import FAULT, TOOLS, Verdict, goals, read_summary, run_sanitizer
+from lockstep.bench.sanitize import (
+    FAULT,
+    TOOLS,
+    Verdict,
+    goals,
+    read_findings,
+    read_summary,
+    run_sanitizer,
+)
 from lockstep.bench.shapes import AttentionShape
 from lockstep.numerics.formats import E4M3, row_groups
 from lockstep.numerics.quantize import quantize
@@ -85,9 +93,34 @@ def test_the_sanitizers_own_words_decide() -> None:
     assert read_summary(racecheck)[1] == 2
     assert read_summary("========= ERROR SUMMARY: 1 error\n")[1] == 1
     assert read_summary("killed") == ("", None)
+    unprinted = (
+        "========= ERROR SUMMARY: 292 errors\n========= ERROR SUMMARY: 192 errors were not printed. Use x\n"
+    )
+    assert read_summary(unprinted)[1] == 292
+
+
+def test_what_was_found_is_listed_by_place() -> None:
+    output = """========= Invalid __global__ read of size 4 bytes
+=========     at _decode+0x1a50 in /x/src/lockstep/kernels/triton/attention_loop.py:88
+=========     by thread (3,0,0) in block (5,0,0)
+=========     Access at 0x7f is out of bounds
+some line of the program
+========= Invalid __global__ read of size 4 bytes
+=========     at _decode+0x1a70 in /x/src/lockstep/kernels/triton/attention_loop.py:88
+=========     by thread (4,0,0) in block (5,0,0)
+=========
+========= Error: Race reported between Read access at _wide+0x220 in wide_attention.py:343
+=========     and Write access at _wide+0xc400 in wide_attention.py:343 [24 hazards]
+========= 
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+    assert read_findings(output) == {
+        "Invalid __global__ read of size 4 bytes | _decode attention_loop.py:88": 2,
+        "Error: Race reported between Read access at _wide in wide_attention.py:343 | _wide wide_attention.py:343": 1,
+    }
 
     def said(tool: str, faults: int | None = 0, code: int = 0) -> Verdict:
-        return Verdict(tool, "", faults, code, 1.0, "")
+        return Verdict(tool, "", faults, code, 1.0, {}, "")
 
     assert goals([said(tool) for tool in TOOLS])[0].value == 1.0
     assert goals([said(TOOLS[0])])[0].value == 0.0

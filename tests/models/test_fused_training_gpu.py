@@ -138,16 +138,27 @@ def test_bits_of_a_step(name: str, flow: Flow, kernels: Any) -> None:
 @pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS.keys())
 @pytest.mark.parametrize("name", ["smollm2", "qwen3-0.6b"])
 def test_gradients_are_the_reference_s(name: str, flow: Flow, kernels: Any) -> None:
+    """A BF16 flow: close to the reference. An FP8 flow: two rounding orders differ by about what FP8 itself costs, since a last bit
+    changes codes; so it has to be as near to BF16 as the reference is."""
     found = step(decoder_of(SPECS[name], flow, kernels, "cuda"))
     expected = step(decoder_of(SPECS[name], flow, ReferenceKernels(), "cpu"))
-    assert float((found.log_prob.cpu() - expected.log_prob).abs().max()) < 0.1
+    noisy = flow.is_fp8 or flow.kv_fp8
+    exact = step(decoder_of(SPECS[name], bf16_flow(), ReferenceKernels(), "cpu")) if noisy else expected
+    noise = float((expected.log_prob - exact.log_prob).square().mean().sqrt())
+    off = float((found.log_prob.cpu() - exact.log_prob).square().mean().sqrt())
+    assert off < 1.25 * noise if noisy else off < 0.02, (off, noise)
     assert found.grads.keys() == expected.grads.keys()
     for parameter, want in expected.grads.items():
-        got = found.grads[parameter].cpu()
+        got, ideal = found.grads[parameter].cpu(), exact.grads[parameter]
         assert got.dtype == torch.float32 and got.shape == want.shape
-        alike = float(F.cosine_similarity(got.double().flatten(), want.double().flatten(), 0))
-        assert alike > (0.97 if flow.is_fp8 else 0.997), f"{parameter}: {alike:.5f}"
+        least = 1 - 1.5 * (1 - alike(want, ideal)) if noisy else 0.997
+        assert alike(got, ideal) > least, f"{parameter}: {alike(got, ideal):.5f}, wanted {least:.5f}"
         assert abs(float(got.norm() / want.norm()) - 1) < 0.05, parameter
+
+
+def alike(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Cosine of two gradients."""
+    return float(F.cosine_similarity(a.double().flatten(), b.double().flatten(), 0))
 
 
 def test_transposed_codes_follow_the_weights(kernels: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -64,3 +66,16 @@ def test_slots_of_a_response_are_prompt_then_response() -> None:
         for c in BATCH:
             for i in range(len(c.token_ids)):
                 assert prefixes[next(rows)] == [*c.prompt_ids, *c.token_ids[:i]]
+
+
+def test_a_prompt_and_its_first_completion_are_one_run() -> None:
+    """So a pack without shared prompts is whole sequences, which more kernels take."""
+
+    def runs(share: bool) -> list[tuple[int, int, int]]:
+        met: list[tuple[int, int, int]] = []
+        index = SimpleNamespace(index=lambda runs, *_: met.extend((r.row, r.count, r.position) for r in runs))
+        make_microbatch(BATCH, 1, share_prompts=share, kernels=index)  # type: ignore[arg-type]
+        return met
+
+    assert runs(False) == [(0, 5, 0), (5, 3, 0), (8, 3, 0), (11, 4, 0)]
+    assert runs(True) == [(0, 5, 0), (5, 3, 0), (8, 4, 0)]

@@ -2,7 +2,8 @@
 in shared memory.
 
 Each tool runs `lockstep bench check --small` in a process of its own, with torch's caching allocator off so that every tensor is
-an allocation with edges. The verdict is the tool's own summary line and its exit code.
+an allocation with edges. The verdict is the tool's own summary line and its exit code; what it found is listed once for each
+place in a kernel, with how often.
 
 Goal C2b: no fault under both. Next: `kernels_check.py`.
 """
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,19 +29,28 @@ FAULT = 86
 """Exit code that the tool is told to use when it found something."""
 GOAL = "C2b"
 USUAL = Path("/usr/local/cuda/bin/compute-sanitizer")
-_SUMMARY = re.compile(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)")
+OPTIONS = ("--print-limit", "1000", "--destroy-on-device-error", "kernel")
+"""A fault ends its kernel and not the process, so that one run finds all."""
+_SUMMARY = re.compile(r"=+ ((?:ERROR|RACECHECK) SUMMARY: \d+ (?:errors?|hazards?)\b(?! were not printed).*)")
+_FINDING = re.compile(r"=+ ((?:Invalid|Error:|Warning:|Misaligned|Program hit|Barrier error).*)")
+_PLACE = re.compile(
+    r"=+ {5}(?:at|and Write access at|and Read access at) (\S+?)\+0x\w+(?: in (?:.*/)?([\w.]+:\d+))?"
+)
+_ADDRESS = re.compile(r"\+0x[0-9a-f]+")
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one tool said. faults: of the summary; None when it never came to one. exit_code: of the whole process."""
+    """What one tool said. faults: of the summary; None when it never came to one. exit_code: of the whole process.
+    findings: each kind of fault with its place, and how often it was printed."""
 
     tool: str
     summary: str
     faults: int | None
     exit_code: int
     seconds: float
+    findings: dict[str, int]
     tail: str
 
     @property
@@ -71,7 +82,9 @@ def run_sanitizer(
     for tool in tools:
         verdicts.append(_run(program, tool, names, timeout_s))
         say(verdicts[-1].line())
-        if not verdicts[-1].clean:
+        for finding, count in verdicts[-1].findings.items():
+            say(f"  {count} x {finding}")
+        if not verdicts[-1].clean and not verdicts[-1].findings:
             say(verdicts[-1].tail)
     return verdicts
 
@@ -85,13 +98,30 @@ def read_summary(output: str) -> tuple[str, int | None]:
     return lines[-1], int(counts[0]) if counts else None
 
 
+def read_findings(output: str) -> dict[str, int]:
+    """Distinct faults of a tool's output, most frequent first: its first line, and the kernels and source lines under it."""
+    found: Counter[str] = Counter()
+    current: list[str] = []
+    for line in [*output.splitlines(), ""]:
+        if head := _FINDING.match(line):
+            if current:
+                found[" | ".join(current)] += 1
+            current = [_ADDRESS.sub("", head[1]).strip()]
+        elif current and (place := _PLACE.match(line)):
+            current.append(" ".join(filter(None, place.groups())))
+        elif current and not line.startswith("====="):
+            found[" | ".join(current)] += 1
+            current = []
+    return dict(found.most_common())
+
+
 def goals(verdicts: Sequence[Verdict]) -> list[Goal]:
     """C2b: clean under every tool."""
     return [passed(GOAL, all(v.clean for v in verdicts) and {v.tool for v in verdicts} >= set(TOOLS))]
 
 
 def _run(program: str, tool: str, names: Sequence[str], timeout_s: float) -> Verdict:
-    command = [program, "--tool", tool, "--error-exitcode", str(FAULT), sys.executable]
+    command = [program, "--tool", tool, "--error-exitcode", str(FAULT), *OPTIONS, sys.executable]
     command += ["-m", "lockstep", "bench", "check", "--small", "--no-write", "--only", ",".join(names)]
     source = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
@@ -105,7 +135,8 @@ def _run(program: str, tool: str, names: Sequence[str], timeout_s: float) -> Ver
     except subprocess.TimeoutExpired as late:
         output, code = _text(late.stdout) + _text(late.stderr), -1
     summary, faults = read_summary(output)
-    return Verdict(tool, summary, faults, code, time.monotonic() - start, output[-4000:])
+    seconds = time.monotonic() - start
+    return Verdict(tool, summary, faults, code, seconds, read_findings(output), output[-4000:])
 
 
 def _text(output: str | bytes | None) -> str:

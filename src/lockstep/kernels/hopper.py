@@ -92,8 +92,8 @@ class HopperKernels(HopperGradients):
         return in_place.reserve(sources)
 
     def refresh(self, sources: Iterable[Source]) -> Iterator[Renewed]:
-        """See the reference; working copies stay where they are, and the host waits once."""
-        return iter(in_place.refresh(sources))
+        """See the reference; working copies stay where they are."""
+        return in_place.refresh(sources)
 
     def fingerprints(self, held: Sequence[tuple[Tensor, Tensor | None]]) -> list[Fingerprint]:
         """See the reference; the host waits once."""

@@ -7,7 +7,7 @@ share an input are views of one stack from their first refresh on:
     scale      rows of the stack's scales, where parts end at a block's edge; else the stack has a scale for each row, and a part
                its own blocks beside them (`PackedWeight.row_scale`)
 
-Every master is read and every code written by one pass, and the host waits once, at the end. If a master was not finite, working
+Every master is read and every code written by one pass; the host learns what came of it in a few waves. If a master was not finite, working
 copies are neither of the old version nor of the new one; whoever asked must not use them (`models/decoder.py` gives them no
 version).
 
@@ -16,7 +16,7 @@ Next: `triton/refresh.py` for the pass, `renew.py` for what is asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ from lockstep.numerics.quantize import Quantized
 SQUARE = (BLOCK, BLOCK)
 
 
-def refresh(sources: Iterable[Source]) -> list[Renewed]:
-    """See `ReferenceKernels.refresh`. The device begins with the first sources before the last are taken. Raises ConfigError for
-    a master on another device than the GPU."""
+def refresh(sources: Iterable[Source]) -> Iterator[Renewed]:
+    """See `ReferenceKernels.refresh`. The device begins with the first sources before the last are taken, and what came of the
+    first is told while it works on the last. Raises ConfigError for a master on another device than the GPU."""
     work: list[tuple[Source, Tensor, PackedWeight]] = []
     run = Pass()
     for source in sources:
@@ -44,9 +44,8 @@ def refresh(sources: Iterable[Source]) -> list[Renewed]:
         run.add(master, _target(place), pow2=source.operand.scale == "pow2")
         _count(place)
     run.launch()
-    return [
-        _renewed(source, place, found) for (source, _, place), found in zip(work, run.findings(), strict=True)
-    ]
+    for (source, _, place), found in zip(work, run.findings(), strict=True):
+        yield _renewed(source, place, found)
 
 
 def _renewed(source: Source, place: PackedWeight, found: Findings) -> Renewed:

@@ -114,22 +114,23 @@ def make_microbatch(
     first: Completion | None = None  # whose prompt the rows at `prompt_slots` are
     prompt_slots = torch.empty(0, dtype=torch.long)
     for completion in completions:
-        length = len(completion.prompt_ids)
-        known = completion.routes
-        if not (share_prompts and first is not None and same_prompt(first, completion)):
+        length, count = len(completion.prompt_ids), len(completion.token_ids) - 1
+        known, start = completion.routes, len(ids)
+        if share_prompts and first is not None and same_prompt(first, completion):
+            if count:
+                slots = torch.cat([prompt_slots, torch.arange(start, start + count)])
+                runs.append(Run(start, count, length, slots))
+                positions.append(torch.arange(length, length + count))
+            routes += [] if known is None or not count else [known[length:]]
+        else:  # the prompt and its first completion are one run
             first = completion
-            routes += [] if known is None else [known[:length]]
-            prompt_slots = torch.arange(len(ids), len(ids) + length)
-            runs.append(Run(len(ids), length, 0, prompt_slots))
-            positions.append(torch.arange(length))
+            runs.append(Run(start, length + count, 0, torch.arange(start, start + length + count)))
+            positions.append(torch.arange(length + count))
+            routes += [] if known is None else [known]
+            prompt_slots = torch.arange(start, start + length)
             ids += completion.prompt_ids
-        start, count = len(ids), len(completion.token_ids) - 1
-        if count:
-            slots = torch.cat([prompt_slots, torch.arange(start, start + count)])
-            runs.append(Run(start, count, length, slots))
-            positions.append(torch.arange(length, length + count))
-            ids += completion.token_ids[:-1]
-            routes += [] if known is None else [known[length:]]
+            start += length
+        ids += completion.token_ids[:-1]
         rows += [int(prompt_slots[-1]), *range(start, start + count)]
     trained_R = torch.tensor([t for c in completions for t in c.trained])
     lengths = torch.tensor([c.trained_tokens for c in completions])

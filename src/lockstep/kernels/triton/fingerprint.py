@@ -149,9 +149,10 @@ def fingerprints(held: Sequence[tuple[Tensor, Tensor | None]]) -> list[Fingerpri
                 scaled,
                 num_warps=8,
             )
-    found, _ = table.read()
+    table.close()
+    found = [fingerprint_of(row) for row, _ in table.read()]
     kept.clear()
-    return [fingerprint_of(row) for row in found]
+    return found
 
 
 def fingerprint_of(found: Sequence[int]) -> Fingerprint:

@@ -1,4 +1,4 @@
-"""Working copies remade where they lie: one pass over the FP32 masters, one launch for each shape, one wait for all.
+"""Working copies remade where they lie: one pass over the FP32 masters, launched in waves, one launch for each shape.
 
 A program reads the master and the old code of each element once, writes code and scale, and keeps the account: how many codes
 changed, the largest value and error, and its part of the tensor's fingerprint, while the codes are still in registers. Codes and
@@ -16,6 +16,7 @@ Legend: N outputs, K inputs of a weight. Next: `fingerprint.py`, `tables.py`, `.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -48,6 +49,9 @@ ROUND_PROGRAMS, ROUND_STAGES = 4, 1
 FIRST_VALUES = 1 << 26
 """As soon as so many values wait, and as many as were begun before, their kernels are launched: the device has work while the
 host prepares what comes next, and launches are few."""
+MOST_VALUES = 1 << 30
+"""So many that wait are enough in any case: what the host has to do about a wave it does while the next one runs, and the last
+one should not be long."""
 INFINITY_F32 = 0x7F800000
 INFINITY_BF16 = 0x7F80
 
@@ -302,7 +306,7 @@ class _Values(NamedTuple):
 
 class Pass:
     """Masters on one device remade as codes or BF16 values, each in its place: `add` them, `launch`, then `findings`. Whoever
-    asks keeps the tensors alive until then."""
+    asks keeps the tensors alive until the last finding."""
 
     def __init__(self) -> None:
         self._table, self._quantized = Table(), list[bool]()
@@ -327,7 +331,7 @@ class Pass:
             self._table.add(_Values(count, aligned and count % 4 == values % 8 == 0), address, values)
         self._quantized.append(isinstance(place, Codes))
         self._waiting += count
-        if self._waiting >= max(self._begun, FIRST_VALUES):
+        if self._waiting >= min(max(self._begun, FIRST_VALUES), MOST_VALUES):
             self.launch()
 
     def launch(self) -> None:
@@ -337,16 +341,14 @@ class Pass:
                 _launch_codes(group, group.kind)
             else:
                 _launch_values(group, group.kind)
+        self._table.close()
         self._begun, self._waiting = self._begun + self._waiting, 0
 
-    def findings(self) -> list[Findings]:
-        """About every tensor in the order of `add`. Waits for the device, once."""
-        found, largest = self._table.read()
+    def findings(self) -> Iterator[Findings]:
+        """About every tensor in the order of `add`, as soon as the device has got so far."""
         infinity = {True: INFINITY_F32, False: INFINITY_BF16}
-        return [
-            Findings(row[0], peak, error, row[1] < infinity[quantized], fingerprint_of(row))
-            for row, (peak, error), quantized in zip(found, largest, self._quantized, strict=True)
-        ]
+        for (row, (peak, error)), quantized in zip(self._table.read(), self._quantized, strict=True):
+            yield Findings(row[0], peak, error, row[1] < infinity[quantized], fingerprint_of(row))
 
 
 def _launch_codes(group: Group, kind: _Codes) -> None:

@@ -1,12 +1,12 @@
 """Many tensors in few launches: those of one shape share a launch, which finds their addresses in a table on the device and
-leaves its findings in another. The findings of all launches are read together, so the host waits once.
+leaves its findings in another. The findings of a wave of launches are read together, so the host waits once for each.
 
 Next: `refresh.py` and `fingerprint.py`, which use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +36,15 @@ class Group:
 
 
 class Table:
-    """Fill with `add`, launch what `groups` gives, as often as is good; then `read` the findings of all. Whoever fills it keeps
-    the tensors alive until then."""
+    """Fill with `add`, launch what `groups` gives, as often as is good: a wave each. `close` a wave once its kernels were
+    launched, then `read` the findings of all waves. Whoever fills it keeps the tensors alive until then."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, list[tuple[int, ...]]] = {}
         self._numbers: dict[Hashable, list[int]] = {}
         self._count = 0
-        self._order: list[int] = []
-        self._found: list[Tensor] = []
+        self._open: list[tuple[Tensor, list[int]]] = []
+        self._closed: list[_Wave] = []
 
     def add(self, kind: Hashable, *addresses: int) -> None:
         """One more tensor: the addresses of what belongs to it."""
@@ -62,18 +62,46 @@ class Table:
         sizes = [len(members) for members in self._waiting.values()]
         parts = zip(self._waiting, table.split(sizes), found.split(sizes), strict=True)
         groups = [Group(*part) for part in parts]
-        self._order += [i for members in self._numbers.values() for i in members]
-        self._found.append(found)
+        self._open.append((found, [i for members in self._numbers.values() for i in members]))
         self._waiting, self._numbers = {}, {}
         return groups
 
-    def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        """The findings in the order of `add`, and the maxima among them as the FP32 numbers with these bits. Waits for the
-        device, once."""
-        if not self._found:
-            return [], []
-        shards = torch.cat(self._found)
-        totals = shards.sum(1)
-        totals[:, LARGEST] = shards[:, :, LARGEST].amax(1)
-        found = totals.cpu()[torch.tensor(self._order).argsort()]
+    def close(self) -> None:
+        """The waves that were launched are complete: their findings set out for the host."""
+        for shards, order in self._open:
+            totals = shards.sum(1)
+            totals[:, LARGEST] = shards[:, :, LARGEST].amax(1)
+            self._closed.append(_Wave.of(totals, order))
+        self._open = []
+
+    def read(self) -> Iterator[tuple[list[int], list[float]]]:
+        """The findings in the order of `add`, each with the maxima among them as the FP32 numbers with these bits. Waits for
+        one wave after the other."""
+        for wave in self._closed:
+            yield from zip(*wave.rows(), strict=True)
+
+
+@dataclass(frozen=True)
+class _Wave:
+    """Findings [n, FOUND] on their way, of the tensors with these numbers."""
+
+    found: Tensor
+    order: list[int]
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, totals: Tensor, order: list[int]) -> _Wave:
+        if not totals.is_cuda:
+            return cls(totals, order, None)
+        found = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True)
+        found.copy_(totals, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(found, order, arrived)
+
+    def rows(self) -> tuple[list[list[int]], list[list[float]]]:
+        """In the order of `add`: a wave has what was added between two others."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        found = self.found[torch.tensor(self.order).argsort()]
         return found.tolist(), found[:, LARGEST].int().view(torch.float32).tolist()
