@@ -111,7 +111,7 @@ some line of the program
 =========
 ========= Error: Race reported between Read access at _wide+0x220 in wide_attention.py:343
 =========     and Write access at _wide+0xc400 in wide_attention.py:343 [24 hazards]
-========= 
+=========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
     assert read_findings(output) == {

@@ -130,20 +130,13 @@ def run_rollout(
     flows: Sequence[str],
     *,
     vllm: bool,
-    say: Callable[[str], None],
-) -> list[Throughput]:
-    """Ours under every flow, then vLLM under those that it has, if asked for."""
+) -> Iterator[Throughput]:
+    """Under every flow, ours and then, if asked for, vLLM."""
     spec = preset(model)
-    found = []
     for name in flows:
-        for result in ours(ceilings, spec, works, name):
-            found.append(result)
-            say(result.line())
-    for name in flows if vllm else ():
-        for result in theirs(spec, works, name):
-            found.append(result)
-            say(result.line())
-    return found
+        yield from ours(ceilings, spec, works, name)
+        if vllm:
+            yield from theirs(spec, works, name)
 
 
 def ours(

@@ -121,10 +121,16 @@ def rollout(
 
     works = [bench.Work.parse(w) for w in work or ["64x512+1024"]]
     chosen = _names(flows, tuple(bench.FLOWS), "--flows")
-    found = bench.run_rollout(ceilings, model, works, chosen, vllm=vllm, say=typer.echo)
-    reached = bench.goals(found, model, works) if goals else ()
-    name = f"rollout-{model}-" + "-".join(w.replace(" ", "") for w in work or ["64x512+1024"])
-    finish(name, out, ceilings.record(), [asdict(t) for t in found], reached)
+    found: list[bench.Throughput] = []
+    try:
+        for result in bench.run_rollout(ceilings, model, works, chosen, vllm=vllm):
+            found.append(result)
+            typer.echo(result.line())
+    finally:  # what was measured is kept, whatever stops the rest
+        if found:
+            reached = bench.goals(found, model, works) if goals else ()
+            name = f"rollout-{model}-" + "-".join(w.replace(" ", "") for w in work or ["64x512+1024"])
+            finish(name, out, ceilings.record(), [asdict(t) for t in found], reached)
 
 
 @app.command()
