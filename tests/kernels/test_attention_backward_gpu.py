@@ -97,7 +97,13 @@ def test_gradient(name: str, shape: AttentionShape, fp8: bool, hopper: SimpleNam
         for which, x, y in zip(("dq", "dk", "dv"), found, exact, strict=True):
             assert x.dtype == torch.bfloat16 and bool(torch.isfinite(x).all()), (path, which)
             apart, largest = errors(x, y)
-            assert apart < angle and largest < 0.04, (path, which, apart, largest)
+            # The softmax of a single key is constant: its dq is rounding, which has no direction.
+            assert (apart < angle or (name == "one row" and which == "dq")) and largest < 0.04, (
+                path,
+                which,
+                apart,
+                largest,
+            )
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])

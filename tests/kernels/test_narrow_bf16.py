@@ -14,6 +14,7 @@ FORMS = ({"stages": 6}, {"stages": 9, "tokens": 32}, {"stages": 8, "tile": 128},
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_have_the_bits_of_the_plain_product(shape: tuple[int, int], hopper: SimpleNamespace) -> None:
     from lockstep.kernels.triton.narrow_bf16 import narrow_bf16_matmul
+    from lockstep.kernels.triton.narrow_gemm import fits
 
     outputs, inputs = shape
     generator = torch.Generator("cuda").manual_seed(outputs + inputs)
@@ -21,7 +22,7 @@ def test_rows_have_the_bits_of_the_plain_product(shape: tuple[int, int], hopper:
     w = torch.randn(outputs, inputs, generator=generator, device="cuda").bfloat16()
     expected = hopper.gemm.bf16_matmul(x, w)
     for rows in (1, 3, 16, 31, 32, 33, 64, 65, 128, 200, 256):
-        for form in FORMS:
+        for form in (form for form in FORMS if fits(rows, **form)):
             found = narrow_bf16_matmul(x[:rows], w, **form)
             assert torch.equal(found, expected[:rows]), (rows, form)
 

@@ -147,13 +147,13 @@ def test_the_first_that_is_not_finite_is_named(operand: Any, value: float, kerne
     xs[2][299, 199] = xs[3][0, 0] = value
     sources = [Source(f"w{i}", x.cuda(), operand, torch.bfloat16, None) for i, x in enumerate(xs)]
     with pytest.raises(ValueError, match="^w2: non-finite value"):
-        kernels.refresh(sources)
+        list(kernels.refresh(sources))
 
 
 def test_a_value_that_rounds_to_infinity_is_refused(kernels: Any) -> None:
     x = torch.full((4, 4), 3.4e38)
     with pytest.raises(ValueError, match="w: non-finite"):
-        kernels.refresh([Source("w", x.cuda(), BF16, torch.bfloat16, None)])
+        list(kernels.refresh([Source("w", x.cuda(), BF16, torch.bfloat16, None)]))
     found = next(kernels.refresh([Source("w", x.cuda(), square_blocks("fp32"), torch.bfloat16, None)]))
     assert_same_bytes(found.packed.codes.codes, quantize(x, square_blocks("fp32")).codes)
 

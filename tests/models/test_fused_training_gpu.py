@@ -138,8 +138,8 @@ def test_bits_of_a_step(name: str, flow: Flow, kernels: Any) -> None:
 @pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS.keys())
 @pytest.mark.parametrize("name", ["smollm2", "qwen3-0.6b"])
 def test_gradients_are_the_reference_s(name: str, flow: Flow, kernels: Any) -> None:
-    """A BF16 flow: close to the reference. An FP8 flow: two orders of rounding differ by about what FP8 itself costs, since a last
-    bit changes codes; so it has to be as near to BF16 as the reference is."""
+    """A BF16 flow: close to the reference. An FP8 flow: two orders of rounding differ by about what FP8 itself costs, since
+    a last bit changes codes; so it has to be as near to BF16 as the reference is."""
     found = step(decoder_of(SPECS[name], flow, kernels, "cuda"))
     expected = step(decoder_of(SPECS[name], flow, ReferenceKernels(), "cpu"))
     noisy = flow.is_fp8 or flow.kv_fp8

@@ -130,9 +130,15 @@ def test_an_exact_flow_has_no_controller_and_any_difference_stops_it(
             return [replace(first, logprobs=(float(less), *first.logprobs[1:])), *rest]
 
         trainer.parts.engine.generate = one_ulp
-        with pytest.raises(ContractError, match="rollout and trainer disagree"):
+        with pytest.raises(
+            ContractError, match="rollout and trainer disagree.*1 of .* samples differ.*the trainer"
+        ):
             trainer.step()
     assert not (Path(trainer.run_dir) / "controller.jsonl").exists()
+    told = json.loads((Path(trainer.run_dir) / "violation.json").read_text())
+    (one,) = told["differing"]
+    assert told["repeats"] and (one["first"], one["differ"], one["alone"]) == (0, 1, "the trainer")
+    assert one["deltas"][0] > 0 and not any(one["deltas"][1:])
 
 
 def same_rollouts(trainer: Any) -> None:

@@ -7,9 +7,9 @@ share an input are views of one stack from their first refresh on:
     scale      rows of the stack's scales, where parts end at a block's edge; else the stack has a scale for each row, and a part
                its own blocks beside them (`PackedWeight.row_scale`)
 
-Every master is read and every code written by one pass; the host learns what came of it in a few waves. If a master was not finite, working
-copies are neither of the old version nor of the new one; whoever asked must not use them (`models/decoder.py` gives them no
-version).
+Every master is read and every code written by one pass; the host learns what came of it in a few waves. If a master was not
+finite, working copies are neither of the old version nor of the new one; whoever asked must not use them (`models/decoder.py`
+gives them no version).
 
 Next: `triton/refresh.py` for the pass, `renew.py` for what is asked.
 """

@@ -39,6 +39,7 @@ from lockstep.trainer.route_replay import expert_load
 from lockstep.trainer.sample import Sample, by_sample
 from lockstep.trainer.scale_history import ScaleHistory
 from lockstep.trainer.setup import Parts
+from lockstep.trainer.violation import examine
 
 Scales = ScaleHistory | KVScales | None
 """KV scales by the version of a sample; None where the engine has a BF16 KV cache."""
@@ -130,7 +131,7 @@ class Updater:
         self.moved, self.warning = False, ""
         trained = [b for b in self.mini_batches(samples) if b]
         if scored:
-            self.judge(mismatch)
+            self.judge(mismatch, samples, scales)
             self.corrector.weigh(samples)
         if trained and self.calibrator.due():
             self.calibrator.begin(self.microbatches(trained[-1], {}))
@@ -141,7 +142,7 @@ class Updater:
                 reduced += self.gradients(batch, scales, mismatch if first else None, metrics, last=last)
                 metrics |= self.read_kv()
                 if first:
-                    self.judge(mismatch)
+                    self.judge(mismatch, batch, scales)
                 result = self.optimizer.step()
                 applied += result.applied
                 self.moved |= result.applied and result.grad_norm > 0 and result.lr > 0
@@ -317,8 +318,9 @@ class Updater:
             return {}
         return {"kv/saturation_pct": 100.0 * self.seen.saturated / self.seen.elements}
 
-    def judge(self, mismatch: Mismatch) -> None:
-        """Stops the run, or warns, when it promised equality, or a band, and the first forward says otherwise."""
+    def judge(self, mismatch: Mismatch, samples: list[Sample], scales: Scales) -> None:
+        """Stops the run, or warns, when it promised equality, or a band, and the first forward of these samples says otherwise.
+        Weights are still those of the rollout."""
         if mismatch.max_abs <= self.tolerance:
             return
         if self.action == "warn":
@@ -326,9 +328,15 @@ class Updater:
                 f"max |delta logp| {mismatch.max_abs:.3e} exceeds mismatch.tolerance {self.tolerance:g}"
             )
         if self.action == "stop":
+            found = examine(
+                samples,
+                lambda some: self.microbatches(some, {}),
+                lambda micro: micro.log_probs(self.parts.decoder, _own(scales, micro))[0],
+            )
+            path = found.write(Path(self.parts.spec.run_dir))
             raise ContractError(
                 f"rollout and trainer disagree: max |delta logp| {mismatch.max_abs:.3e} over {mismatch.tokens} tokens "
-                f"({mismatch.tokens - mismatch.exact} differ), allowed is {self.tolerance:g}; "
+                f"({mismatch.tokens - mismatch.exact} differ), allowed is {self.tolerance:g}; {found.line()} ({path}); "
                 "run `lockstep audit` on this config to find the operation, or set mismatch.on_violation"
             )
 

@@ -40,7 +40,7 @@ def _load_tile(
 ):
     """[RP, LP] BF16 of a page's tile of R rows and L columns."""
     if KV8:
-        x = load_widened(pointer.to(tl.pointer_type(tl.int32)), RP, L, LP)
+        x = load_widened(pointer.to(tl.pointer_type(tl.int32)), R, RP, L, LP)
     else:
         r, c = tl.arange(0, RP)[:, None], tl.arange(0, LP)[None, :]
         x = tl.load(pointer + r * L + c, mask=(r < R) & (c < L), other=0.0)

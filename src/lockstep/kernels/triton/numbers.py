@@ -88,12 +88,12 @@ def _widen_words(words):
 
 
 @triton.jit
-def load_widened(pointer, R: tl.constexpr, L: tl.constexpr, LP: tl.constexpr):
-    """[R, LP] BF16 of R rows of L codes stored as `place_of` says, zeros beyond L. `pointer`: int32, the first row's words.
+def load_widened(pointer, R: tl.constexpr, RP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr):
+    """[RP, LP] BF16 of R rows of L codes stored as `place_of` says, zeros beyond. `pointer`: int32, the first row's words.
 
     Permuting and joining cost nothing: the compiler finds that each thread already holds its elements.
     """
-    row = tl.arange(0, R)[:, None, None]
+    row = tl.arange(0, RP)[:, None, None]
     lane = tl.arange(0, 4)[None, :, None]
     group = tl.arange(0, LP // 16)[None, None, :]
     at = row * (L // 4) + lane * (L // 16) + group
@@ -102,4 +102,4 @@ def load_widened(pointer, R: tl.constexpr, L: tl.constexpr, LP: tl.constexpr):
     a, b = (first & 0xFFFF).to(tl.int16), (first >> 16).to(tl.int16)
     c, d = (second & 0xFFFF).to(tl.int16), (second >> 16).to(tl.int16)
     x = tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 2, 4, 1, 3))
-    return tl.reshape(x, (R, LP)).to(tl.bfloat16, bitcast=True)
+    return tl.reshape(x, (RP, LP)).to(tl.bfloat16, bitcast=True)
