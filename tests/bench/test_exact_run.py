@@ -62,6 +62,7 @@ def test_a_run_is_read_from_its_metrics(spec: RunSpec) -> None:
     run = read_run(spec, kernels="hopper")
     assert run == ExactRun("qwen3-1.7b", "fp8+kv8", "hopper", True, 3, 30, 1, 0.125, 2, 2.0, 0.25)
     assert not run.exact and "1 steps DIFFER" in run.line()
+    assert read_run(spec, kernels="hopper", broken=True).inexact == 2, "the step that ended a run counts"
     with pytest.raises(DataError, match="left no metrics"):
         read_run(replace(spec, run_dir=spec.run_dir + "x"), kernels="hopper")
 

@@ -107,6 +107,12 @@ def test_a_stamp_names_versions_commit_and_command(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(machine.COMMIT, "abc")
     found = stamp()
     assert (found.commit, found.command) == ("abc", "lockstep bench gemm --out 'a b.json'")
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--out", "/home/me/a.json", "model.path=/models/m", "runs/b", "--goals"]
+    )
+    assert stamp().command == "lockstep --out a.json model.path=m runs/b --goals", (
+        "no path of a machine travels"
+    )
     assert {"lockstep", "python", "torch", "cuda", "triton", "driver"} == set(found.versions)
     monkeypatch.delenv(machine.COMMIT)
     monkeypatch.setattr(machine, "_git", lambda *a: {"rev-parse": "f00", "status": " M x"}[a[0]])

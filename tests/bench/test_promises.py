@@ -32,12 +32,18 @@ def test_every_command_exists_and_writes_goals() -> None:
 
 
 def test_the_table_says_what_was_reached_and_what_was_not_measured() -> None:
-    entry = {"value": 1.5, "goal": 1.4, "unit": "x", "higher_is_better": True}
+    entry = {
+        "value": 1.5,
+        "goal": 1.4,
+        "unit": "x",
+        "higher_is_better": True,
+        "card": "NVIDIA H100 80GB HBM3",
+    }
     rows = {
         row.split("|")[1].strip(): row
         for row in table({"C3a": entry, "C6": {**entry, "higher_is_better": False}})
     }
-    assert "at least 1.4 x | 1.5 | reached" in rows["C3a"]
+    assert "at least 1.4 x | 1.5 | reached | H100 |" in rows["C3a"]
     assert "at most 1.4 x | 1.5 | missed" in rows["C6"]
     assert "not measured" in rows["C4a"]
 

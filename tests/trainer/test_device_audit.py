@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lockstep.bench.audit import Audited, audit_shapes, distinct_rows, goal, refuse_unless_whole
+from lockstep.bench.audit import Audited, Parts, audit_shapes, distinct_rows, refuse_unless_whole
+from lockstep.bench.machine import Stamp
 from lockstep.bench.random_model import random_decoder
+from lockstep.bench.results import write_results
 from lockstep.errors import ConfigError
 from lockstep.kernels.reference import ReferenceKernels
 from lockstep.models.spec import PRESETS
@@ -37,7 +40,9 @@ SHAPE = replace(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes for a CPU."""
-    for name, value in {"LENGTHS": (5, 64, 70, 130, 1), "LONG": 300, "NEW_TOKENS": 8}.items():
+    samples = ((64, 4), (1 << 30, 3))
+    sizes = {"LENGTHS": (5, 64, 70, 130, 1), "LONG": 300, "NEW_TOKENS": 8, "SAMPLES": samples}
+    for name, value in sizes.items():
         monkeypatch.setattr(audit_device, name, value)
     monkeypatch.setattr(audit_device, "SHARED_PREFIX", 64)
     monkeypatch.setattr(audit_device, "LONG_NEW_TOKENS", 4)
@@ -76,7 +81,7 @@ def test_every_schedule_is_tried_and_every_row_counted_once() -> None:
     report = audit(ReferenceKernels())
     assert report.passed, report.lines()
     names = [c.name for c in report.checks]
-    assert len(names) == len(set(names)) == 17
+    assert len(names) == len(set(names)) == 18
     assert "samples: memory for little more than one (preemption)" in names
     assert "samples: prompts from the prefix cache" in names and "samples: no CUDA graphs, reversed" in names
     drawn = (4 + 4 + 3 + 3 + 4) * 8
@@ -130,15 +135,37 @@ def whole(**options: Any) -> list[Audited]:
     ]
 
 
+def goals(found: list[Audited]) -> list[float]:
+    parts = Parts([])
+    for one in found:
+        parts.add(one.records())
+    return [goal.value for goal in parts.goals()]
+
+
 def test_the_goal_needs_every_shape_flow_and_enough_rows() -> None:
-    assert goal(whole()).value == 1.0
-    assert goal(whole()[1:]).value == 0.0
-    assert goal(whole(rows=500)).value == 0.0
-    assert goal(whole(layers=2)).value == 0.0
+    assert goals(whole()) == [1.0]
+    assert goals(whole()[1:]) == [], "as long as something is missing there is no verdict"
+    assert goals(whole(rows=500)) == [0.0]
+    assert goals(whole(layers=2)) == []
     broken = replace(whole()[0], report=AuditReport([Check("bf16", "x", 5, 1)]))
-    assert goal([broken, *whole()]).value == 0.0
-    with pytest.raises(ConfigError, match=r"--goals.*add --shape llama-3.1-8b.*leave --layers out"):
-        refuse_unless_whole(["qwen3-8b"], ["fp8"], layers=2, plant=None, config=False)
+    assert goals([broken]) == [0.0], "one that failed is one"
+    assert goals([broken, *whole()]) == [1.0], "the same model and flow again takes its place"
+    with pytest.raises(ConfigError, match=r"--goals.*leave --layers out"):
+        refuse_unless_whole(layers=2, plant=None)
+
+
+def test_an_audit_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    stamp = Stamp("card", {}, "abc", "lockstep audit")
+    file, first, second = tmp_path / "audit.json", whole()[0], whole()[1]
+    parts = Parts.of(file, stamp)
+    parts.add(first.records())
+    write_results(file, "audit", stamp, {}, parts.rows)
+    on = Parts.of(file, stamp)
+    on.add(second.records())
+    assert [r["flow"] for r in on.rows] == [r["flow"] for a in (first, second) for r in a.records()]
+    assert len(on.missing) == len(whole()) - 2
+    for other in (replace(stamp, commit="def"), replace(stamp, card="another")):
+        assert Parts.of(file, other).rows == [], "another program, or another card"
 
 
 def test_shapes_with_experts_are_refused() -> None:

@@ -1,7 +1,8 @@
 """The audit over model shapes with random weights, and over a checkpoint beside them: counts by shape and flow, and goal C1.
 
 The goal asks for all shapes at full depth under three flows, and for real weights of SmolLM2, with at least 10,000 sampled tokens
-whose log-probability the training forward has to give bit for bit.
+whose log-probability the training forward has to give bit for bit. It may be done in parts: every model and flow is written
+down as it ends, and parts of one commit on one card belong together.
 
 Next: `../trainer/audit.py`.
 """
@@ -9,15 +10,18 @@ Next: `../trainer/audit.py`.
 from __future__ import annotations
 
 import gc
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep.bench.exact_run import model_name
 from lockstep.bench.goals import Goal, passed
+from lockstep.bench.machine import Stamp
 from lockstep.bench.random_model import random_decoder
 from lockstep.bench.shapes import preset
 from lockstep.errors import ConfigError
@@ -126,33 +130,61 @@ def audit_run(
     return Audited(model_name(model), spec.model.path, model.num_layers, report, seconds)
 
 
-def refuse_unless_whole(
-    shapes: Sequence[str], flows: Sequence[str], *, layers: int | None, plant: str | None, config: bool
-) -> None:
-    """Raises ConfigError unless the audit is all that goal C1 asks for."""
-    missing = [f"--shape {s}" for s in GOAL_SHAPES if s not in shapes]
-    missing += [f"flow {f}" for f in GOAL_FLOWS if f not in flows]
-    missing += [] if config else [f"a configuration with {REAL}"]
+@dataclass
+class Parts:
+    """Rows of one audit that may be done in parts, a row for each model and flow. What a file holds of this commit on this
+    card counts, the rest is dropped."""
+
+    rows: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, path: Path, stamp: Stamp) -> Parts:
+        """What was done so far."""
+        if not path.is_file():
+            return cls([])
+        known = json.loads(path.read_text(encoding="utf-8"))
+        same = known.get("commit") == stamp.commit and known.get("card") == stamp.card
+        return cls(list(known["rows"]) if same else [])
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Rows of a model under a flow take the place of earlier ones."""
+        new = {_key(row) for row in rows}
+        self.rows = [row for row in self.rows if _key(row) not in new] + list(rows)
+
+    @property
+    def missing(self) -> list[str]:
+        """What goal C1 asks for and isn't there: model and flow."""
+        done = {
+            (r["model"], r["weights"] == "random", r["flow"])
+            for r in self.rows
+            if r["layers"] == _depth(r["model"])
+        }
+        wanted = [(s, True, f) for s in GOAL_SHAPES for f in GOAL_FLOWS] + [
+            (REAL, False, f) for f in GOAL_FLOWS
+        ]
+        return [f"{model} {flow}" for model, random, flow in wanted if (model, random, flow) not in done]
+
+    def goals(self) -> list[Goal]:
+        """C1 once all of it was done, or as soon as a part failed."""
+        ok = all(r["passed"] for r in self.rows)
+        if ok and self.missing:
+            return []
+        return [passed("C1", ok and sum(r["rows"] for r in self.rows) >= GOAL_ROWS)]
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["model"], row["weights"], row["layers"], row["flow"]
+
+
+def refuse_unless_whole(*, layers: int | None, plant: str | None) -> None:
+    """Raises ConfigError for an audit that goal C1 can't count."""
     too_much = [w for w, there in (("--layers", layers is not None), ("--plant", plant is not None)) if there]
-    if missing or too_much:
+    if too_much:
         raise ConfigError(
-            "the goal needs every shape at full depth under every flow",
+            "the goal needs models at full depth as they are",
             where="--goals",
-            fix="; ".join([*(f"add {m}" for m in missing), *(f"leave {w} out" for w in too_much)]),
+            fix="; ".join(f"leave {w} out" for w in too_much),
         )
-
-
-def goal(audited: Sequence[Audited]) -> Goal:
-    """Goal C1."""
-    records = [r for a in audited for r in a.records()]
-    done = {
-        (r["model"], r["weights"] == "random", r["flow"])
-        for r in records
-        if r["layers"] == _depth(r["model"])
-    }
-    wanted = {(s, True, f) for s in GOAL_SHAPES for f in GOAL_FLOWS} | {(REAL, False, f) for f in GOAL_FLOWS}
-    ok = wanted <= done and all(r["passed"] for r in records)
-    return passed("C1", ok and sum(r["rows"] for r in records) >= GOAL_ROWS)
 
 
 def _shape(name: str, layers: int | None) -> ModelSpec:

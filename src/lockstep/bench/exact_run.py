@@ -31,7 +31,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class ExactRun:
-    """One finished run. steps, tokens: compared. inexact: steps in which a log-probability differed. moved: steps whose
+    """One run. steps, tokens: compared. inexact: steps in which a log-probability differed. moved: steps whose
     publication changed codes. microbatches: of a step, on average. step_s: seconds of a step, on average."""
 
     model: str
@@ -68,8 +68,9 @@ class ExactRun:
         )
 
 
-def read_run(spec: RunSpec, kernels: str) -> ExactRun:
-    """What the metrics of a finished run say. kernels: what it computed with. Raises DataError when there are none."""
+def read_run(spec: RunSpec, kernels: str, *, broken: bool = False) -> ExactRun:
+    """What the metrics of a run say. kernels: what it computed with. broken: a step that differed ended it, which the metrics
+    don't have. Raises DataError when there are none."""
     file = RunDir(Path(spec.run_dir)).metrics_file
     if not file.is_file():
         raise DataError("the run left no metrics", where=str(file))
@@ -82,7 +83,7 @@ def read_run(spec: RunSpec, kernels: str) -> ExactRun:
         spec.update.checkpointing,
         len(steps),
         int(sum(row["mismatch/tokens"] for row in steps)),
-        sum(_differs(row) for row in steps),
+        sum(_differs(row) for row in steps) + broken,
         max((row["mismatch/max_abs_dlogp"] for row in steps), default=float("nan")),
         sum(row["sync/changed_codes_pct"] > 0 for row in steps),
         sum(row["data/microbatches"] for row in steps) / max(len(steps), 1),

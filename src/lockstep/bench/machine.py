@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -108,8 +109,9 @@ def commit() -> str:
 
 
 def command() -> str:
-    """The command line, as one would type it."""
-    return "lockstep " + shlex.join(sys.argv[1:])
+    """The command line, as one would type it; of absolute paths only the last part, since a result file travels."""
+    words = (re.sub(r"(^|=)/\S*?([^/\s]+)/?$", r"\1\2", word) for word in sys.argv[1:])
+    return "lockstep " + shlex.join(words)
 
 
 def workspace_meaning(value: str | None) -> str:

@@ -1,4 +1,4 @@
-"""What the project promises to show on one H100: id, what it is, and the command that measures it and writes it down.
+"""What the project promises to show on one Hopper GPU: id, what it is, and the command that measures it and writes it down.
 
 `lockstep bench goals` prints them beside what `goals.json` holds; docs/goals.md is that table.
 
@@ -107,7 +107,7 @@ PROMISES = (
 
 def table(entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Markdown: one row for each entry or, where nothing was measured, each promise."""
-    lines = ["| id | what | goal | measured | | command |", "|---|---|---|---|---|---|"]
+    lines = ["| id | what | goal | measured | | on | command |", "|---|---|---|---|---|---|---|"]
     for promise in PROMISES:
         for id in promise.ids:
             lines.append(_row(id, promise, entries.get(id)))
@@ -117,10 +117,16 @@ def table(entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _row(id: str, promise: Promise, entry: Mapping[str, Any] | None) -> str:
     command = f"`{promise.line}`"
     if entry is None:
-        return f"| {id} | {promise.what} | | not measured | | {command} |"
+        return f"| {id} | {promise.what} | | not measured | | | {command} |"
     value, goal = float(entry["value"]), float(entry["goal"])
     higher = bool(entry["higher_is_better"])
     reached = value >= goal if higher else value <= goal
     sign = "at least" if higher else "at most"
     word = "reached" if reached else "missed"
-    return f"| {id} | {promise.what} | {sign} {goal:g} {entry['unit']} | {value:.4g} | {word} | {command} |"
+    measured = f"{sign} {goal:g} {entry['unit']} | {value:.4g} | {word} | {_chip(str(entry.get('card', '')))}"
+    return f"| {id} | {promise.what} | {measured} | {command} |"
+
+
+def _chip(card: str) -> str:
+    """H100 of NVIDIA H100 80GB HBM3."""
+    return next((word for word in card.split() if word[1:].isdecimal()), card)

@@ -65,7 +65,8 @@ def audit(
     goals: Annotated[
         bool,
         typer.Option(
-            "--goals", help="Also write goal C1 to benchmarks/results/goals.json; needs all shapes."
+            "--goals",
+            help="Also write goal C1 to benchmarks/results/goals.json, once all models were audited; parts may be done apart.",
         ),
     ] = False,
 ) -> None:
@@ -102,20 +103,33 @@ def _audit_shapes(
 ) -> None:
     """Shapes with random weights, then the model of the configuration, on the same kernels."""
     from lockstep.bench import audit as bench
-    from lockstep.bench.machine import require_hopper
+    from lockstep.bench.machine import require_hopper, stamp
+    from lockstep.bench.results import FOLDER, write_results
 
     if goals:
-        bench.refuse_unless_whole(shapes, flows, layers=layers, plant=plant, config=spec is not None)
+        bench.refuse_unless_whole(layers=layers, plant=plant)
     require_hopper("lockstep audit --shape")
     from lockstep.kernels.table import select
     from lockstep.trainer.plants import planted
 
     kernels = select("hopper") if plant is None else planted(plant, exact=False, hopper=True)
-    audited = bench.audit_shapes(shapes, flows, layers=layers, plant=plant, kernels=kernels, say=typer.echo)
-    if spec is not None:
-        audited.append(bench.audit_run(spec, flows, kernels, say=typer.echo))
-    records = [r for a in audited for r in a.records()]
-    finish("audit", out, {}, records, [bench.goal(audited)] if goals else ())
+    path, records = out or FOLDER / "audit.json", []
+    parts = bench.Parts.of(path, stamp())
+    for name in [*shapes, *([] if spec is None else [None])]:
+        for flow in flows:
+            if name is None:
+                assert spec is not None
+                audited = [bench.audit_run(spec, [flow], kernels, say=typer.echo)]
+            else:
+                audited = bench.audit_shapes(
+                    [name], [flow], layers=layers, plant=plant, kernels=kernels, say=typer.echo
+                )
+            records += audited[0].records()
+            parts.add(audited[0].records())
+            write_results(path, "audit", stamp(), {}, parts.rows)
+    finish("audit", path, {}, parts.rows, parts.goals() if goals else ())
+    if goals and parts.missing:
+        typer.echo(f"goal C1 still wants {', '.join(parts.missing)}")
     failed = [r for r in records if not r["passed"]]
     rows, values = (sum(r[key] for r in records) for key in ("rows", "values"))
     typer.echo(

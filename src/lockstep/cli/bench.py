@@ -129,7 +129,9 @@ def rollout(
     finally:  # what was measured is kept, whatever stops the rest
         if found:
             reached = bench.goals(found, model, works) if goals else ()
-            name = f"rollout-{model}-" + "-".join(w.replace(" ", "") for w in work or ["64x512+1024"])
+            name = f"rollout-{model}-" + "-".join(
+                f"{w.prompts}x{w.prompt_tokens}-{w.new_tokens}" for w in works
+            )
             finish(name, out, ceilings.record(), [asdict(t) for t in found], reached)
 
 
@@ -243,7 +245,7 @@ def _sanitize(tools: str, names: Sequence[str], out: Path | None, *, goals: bool
 
     verdicts = bench.run_sanitizer(_names(tools, bench.TOOLS, "--sanitize"), names, say=typer.echo)
     if write:
-        rows = [asdict(v) for v in verdicts]
+        rows = [{name: value for name, value in asdict(v).items() if name != "tail"} for v in verdicts]
         finish("sanitize", out, {}, rows, bench.goals(verdicts) if goals else ())
     if not all(v.clean for v in verdicts):
         raise typer.Exit(3)

@@ -12,7 +12,7 @@ import typer
 
 from lockstep.cli.arguments import load
 from lockstep.cli.bench_output import finish
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, ContractError
 
 if TYPE_CHECKING:
     from lockstep.trainer.spec import RunSpec
@@ -52,8 +52,13 @@ def train_exact(
     require_hopper("lockstep bench train-exact")
     found = []
     for spec in specs:
-        run_training(spec, resume="never", config_yaml=dump(spec))
-        found.append(bench.read_run(spec, kernels=spec.kernels))
+        broken = False
+        try:
+            run_training(spec, resume="never", config_yaml=dump(spec))
+        except ContractError as error:
+            typer.echo(f"error: {error}", err=True)
+            broken = True
+        found.append(bench.read_run(spec, kernels=spec.kernels, broken=broken))
         typer.echo(found[-1].line())
     finish("train-exact", out, {}, [asdict(run) for run in found], [bench.goal(found)] if goals else ())
     if not all(run.exact for run in found):

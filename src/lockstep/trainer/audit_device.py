@@ -28,6 +28,8 @@ LENGTHS = (5, 64, 300, 777, 1500, 63, 2040, 1)
 SHARED_PREFIX = 192
 """Tokens that all prompts longer than this begin with: whole pages that they share."""
 NEW_TOKENS = 48
+SAMPLES = ((PAGE, 16), (512, 12), (1 << 30, 6))
+"""Of a prompt of up to so many tokens: together some hundred rows, so that decode steps of every size class occur as rows end."""
 LONG, LONG_NEW_TOKENS, LONG_SAMPLES = 16_000, 64, 3
 EXCERPTS, EXCERPT_TOKENS = 4, 64
 
@@ -70,7 +72,7 @@ class DeviceAudit(FlowAudit):
         """Fewer samples of longer prompts; every third prompt at a lower temperature."""
         asked = []
         for i, prompt in enumerate(self.prompts):
-            samples = 4 if len(prompt) <= PAGE else 3 if len(prompt) < 512 else 2
+            samples = next(count for longest, count in SAMPLES if len(prompt) <= longest)
             params = SamplingParams(NEW_TOKENS, self.temperature if i % 3 else 0.8 * self.temperature)
             asked.append(Request(prompt, i, samples, params))
         return asked
@@ -87,6 +89,7 @@ class DeviceAudit(FlowAudit):
             Schedule("five at a time, prefill in chunks", few, everything),
             Schedule("no CUDA graphs, reversed", replace(base, cuda_graphs=False), everything, reverse=True),
             Schedule("one step a window", replace(base, window=1), everything),
+            Schedule("again, in the same engine", base, everything, warm=True),
             Schedule(
                 "memory for little more than one (preemption)",
                 replace(base, max_running=min(rows, 12)),

@@ -1,6 +1,6 @@
-"""What can be said at once when rollout and trainer disagree although they promised not to: which tokens, which side to doubt.
+"""What can be said at once when rollout and trainer disagree although they promised not to: where, and whom to doubt.
 
-    where    a whole prompt (its keys and values differ), or samples from some token on (a decode step), or tokens alone (the head)
+    where    a whole prompt (its keys and values differ), samples from some token on (a decode step), or tokens alone (the head)
     again    the trainer's forward a second time: other bits mean that it doesn't repeat itself
     alone    a sample that differs, scored by itself in a pack of one: another answer than in its pack means that rows of the
              training forward depend on their neighbours; the rollout's answer means the pack is wrong, the trainer's that the
