@@ -7,7 +7,7 @@ Triton 3.6 (`pip install triton==3.6.0`); elsewhere this is skipped.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,42 +19,23 @@ from lockstep.bench.operations import Call, calls, tables  # noqa: E402
 from lockstep.kernels.operation import LAUNCHERS  # noqa: E402
 
 
-class Driver:
-    """As much of a driver as compilation asks for."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launched(compiled: list[tuple[str, Any]]) -> Names:
     """Names of the kernels that were compiled instead of launched."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
+    return Names(compiled)
 
-    names: list[str] = []
-    compile_only = JITFunction.run
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
-        assert all(int(n) >= 1 for n in grid), (self.__name__, grid)
-        names.append(self.__name__)
-        return compile_only(self, *args, grid=grid, warmup=True, **kwargs)
+class Names:
+    """The first of every pair in a list that grows."""
 
-    processors = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
-    monkeypatch.setattr(JITFunction, "run", run)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: processors)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(driver, "_active", Driver())
-    return names
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.pairs)
 
 
 def chooses(call: Call) -> bool:
@@ -63,7 +44,7 @@ def chooses(call: Call) -> bool:
     return few or (call.name == "fp8_linear" and call.args[4] is not None)
 
 
-def test_every_operation(launched: list[str]) -> None:
+def test_every_operation(launched: Names) -> None:
     import lockstep.kernels.hopper  # noqa: F401 - declares them all
 
     for call in calls("cpu", tables()):
@@ -77,7 +58,7 @@ def test_every_operation(launched: list[str]) -> None:
         assert forms == [tuple(form) for form in call.forms], (call.name, call.kwargs)
 
 
-def test_every_form_of_the_narrow_products(launched: list[str]) -> None:
+def test_every_form_of_the_narrow_products(launched: Names) -> None:
     from lockstep.kernels.products import NARROW
     from lockstep.kernels.triton.narrow_bf16 import narrow_bf16_matmul
     from lockstep.kernels.triton.narrow_gemm import fits, narrow_matmul
@@ -94,7 +75,7 @@ def test_every_form_of_the_narrow_products(launched: list[str]) -> None:
     assert set(launched) == {"_narrow", "_narrow_bf16"}
 
 
-def test_refresh_and_fingerprints(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refresh_and_fingerprints(launched: Names, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.kernels import in_place
     from lockstep.kernels.renew import Source
     from lockstep.kernels.triton.fingerprint import fingerprints

@@ -22,7 +22,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lockstep.kernels.triton.numbers import after_previous, codes_of, load_widened, scale_of
+from lockstep.kernels.triton.numbers import (
+    after_previous,
+    codes_of,
+    load_widened,
+    operands_arrived,
+    scale_of,
+)
 
 
 @triton.jit
@@ -126,6 +132,8 @@ def prefill_kernel(
             at = tl.load(table_ptr + step).to(tl.int64) * (G * 64 * D) + g * (64 * D)
             k = _load_tile(k_ptr + at, 64, 64, D, DP, KV8)
             v = _load_tile(v_ptr + at, D, DP, 64, 64, KV8)
+            if not KV8:
+                operands_arrived()
             s = tl.dot(q, tl.trans(k))
             s = tl.where((step * 64 + c)[None, :] <= rows[:, None], s, -float("inf"))
             p, m, decay = _soft(s, m, factor, 1)
@@ -201,6 +209,8 @@ def decode_kernel(
         at = tl.load(table_ptr + step).to(tl.int64) * (G * 64 * D) + g * (64 * D)
         k = _load_tile(k_ptr + at, 64, 64, D, DP, KV8)
         v = _load_tile(v_ptr + at, D, DP, 64, 64, KV8)
+        if not KV8:
+            operands_arrived()
         s = tl.dot(k, q)
         s = tl.where((step * 64 + c)[:, None] < n, s, -float("inf"))
         p, m, decay = _soft(s, m, factor, 0)

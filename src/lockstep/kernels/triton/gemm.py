@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.operation import operation
+from lockstep.kernels.triton.numbers import operands_arrived
 
 
 @triton.jit
@@ -74,6 +75,7 @@ def _fp8(
             w = tl.load(w_p, mask=n_ok[:, None] & (rk[None, :] < left), other=0.0)
         xs = tl.load(xs_p, mask=m_ok, other=0.0)
         ws = tl.load(ws_p, mask=n_ok, other=0.0)
+        operands_arrived()
         if SWAP:
             acc += tl.dot(w, tl.trans(x)) * (ws[:, None] * xs[None, :])
         else:
@@ -160,6 +162,7 @@ def _bf16(
         else:
             left = rk[None, :] < K - k * BK
             x, w = tl.load(x_p, mask=m_ok & left, other=0.0), tl.load(w_p, mask=n_ok & left, other=0.0)
+        operands_arrived()
         acc = tl.dot(x, tl.trans(w), acc)
         x_p += BK
         w_p += BK

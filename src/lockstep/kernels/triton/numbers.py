@@ -27,6 +27,19 @@ def after_previous():
 
 
 @triton.jit
+def operands_arrived():
+    """Stands before a `tl.dot` whose operands a pipelined loop copies to shared memory.
+
+    Those copies (`cp.async`) write through the generic proxy, warpgroup products read through the asynchronous one, and PTX
+    orders the two by a proxy fence alone. Triton places one where registers are stored (widened codes, probabilities), and none
+    behind copies: the product may read what lay there before.
+    """
+    tl.inline_asm_elementwise(
+        "fence.proxy.async.shared::cta; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def scale_of(amax, POW2: tl.constexpr):
     """max(amax, floor) / 448, rounded up to a power of two on demand."""
     scale = tl.div_rn(tl.maximum(amax, AMAX_FLOOR), tl.full(amax.shape, E4M3_MAX, tl.float32))
