@@ -95,3 +95,39 @@ def test_refresh_and_fingerprints(launched: Names, monkeypatch: pytest.MonkeyPat
     held = [(p.codes.codes, p.codes.scale) if p.codes is not None else (p.plain, None) for p in made]
     assert len(fingerprints(held)) == len(sources)
     assert set(launched) == {"_requantize", "_round", "_fingerprint"}
+
+
+def test_a_place_is_looked_at_once_as_long_as_its_master_stays(
+    launched: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lockstep.kernels import in_place
+    from lockstep.kernels.renew import Source
+    from lockstep.kernels.triton.refresh import Pass
+    from lockstep.numerics.formats import square_blocks
+
+    looked: list[int] = []
+    record = Pass._record
+    monkeypatch.setattr(
+        Pass,
+        "_record",
+        lambda self, master, *rest, **k: looked.append(master.data_ptr()) or record(self, master, *rest, **k),
+    )
+    monkeypatch.setattr(in_place, "_master", lambda source: source.master)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
+    operand, pow2 = square_blocks("fp32"), square_blocks("pow2")
+    first, other = torch.zeros(256, 384), torch.zeros(256, 384)
+    (made,) = in_place.refresh([Source("w", first, operand, torch.bfloat16, None)])
+    assert looked == [first.data_ptr()]
+    for master, kind, again in (
+        (first, operand, False),
+        (other, operand, True),
+        (other, operand, False),
+        (other, pow2, True),
+    ):
+        looked.clear()
+        (renewed,) = in_place.refresh([Source("w", master, kind, torch.bfloat16, made.packed)])
+        assert renewed.packed is made.packed and looked == ([master.data_ptr()] if again else []), (
+            kind,
+            again,
+        )
+    assert len(launched) == 5

@@ -1,8 +1,8 @@
 """A warpgroup product whose operands `cp.async` writes stands behind a proxy fence, in every compiled kernel.
 
-Shared memory has two proxies: copies and stores write through the generic one, warpgroup products read through the asynchronous one.
-Without a fence in between the product may see old bytes, once in a billion times. Read off the PTX of every launch, so it takes Triton
-3.6 and no GPU; elsewhere this is skipped.
+Shared memory has two proxies: copies and stores write through the generic one, warpgroup products read through the asynchronous
+one. Without a fence in between the product may see old bytes, once in a billion times. Read off the PTX of every launch, so it
+takes Triton 3.6 and no GPU; elsewhere this is skipped.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +33,10 @@ from lockstep.numerics.quantize import Quantized, quantize, to_codes, values_of,
 @dataclass
 class Version:
     """How often the values of a working copy were replaced where they lie. Whoever keeps something made from them (transposed
-    codes) keeps `count` with it, and makes it anew when the two differ."""
+    codes) keeps `count` with it, and makes it anew when the two differ. known: a device backend's note on how it does that."""
 
     count: int = 0
+    known: Any = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ Next: `../nn/working.py`, which asks; `../numerics/quantize.py`, the definition 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from lockstep.kernels.reference import PackedWeight
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """master: FP32, a matrix [N, K] or a vector; `operand` says what is made of it, `activation` in which type it stays where
     it isn't quantized. held: the working copy so far, or storage for it when `fresh`. bias: it stands beside a weight, and no
     product reads it."""

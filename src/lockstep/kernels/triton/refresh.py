@@ -304,6 +304,16 @@ class _Values(NamedTuple):
     aligned: bool
 
 
+class Added(NamedTuple):
+    """A master and its place as a launch takes them. addresses: the master's first."""
+
+    kind: _Codes | _Values
+    addresses: tuple[int, ...]
+    quantized: bool
+    numel: int
+    device: torch.device
+
+
 class Pass:
     """Masters on one device remade as codes or BF16 values, each in its place: `add` them, `launch`, then `findings`. Whoever
     asks keeps the tensors alive until the last finding."""
@@ -313,10 +323,24 @@ class Pass:
         self._device = torch.device("cuda")
         self._waiting = self._begun = 0
 
-    def add(self, master: Tensor, place: Codes | Tensor, *, pow2: bool) -> None:
-        """A FP32 matrix or vector and where it goes. pow2: scales are powers of two. Begins with it when enough waits."""
+    def add(self, master: Tensor, place: Codes | Tensor, *, pow2: bool) -> Added:
+        """A FP32 matrix or vector and where it goes. pow2: scales are powers of two. Begins with it when enough waits. What this
+        gives can be added `again` to another pass, as long as master and place are where they are."""
+        added = self._record(master, place, pow2=pow2)
+        self.again(added)
+        return added
+
+    def again(self, added: Added) -> None:
+        """See `add`."""
+        self._device = added.device
+        self._table.add(added.kind, *added.addresses)
+        self._quantized.append(added.quantized)
+        self._waiting += added.numel
+        if self._waiting >= min(max(self._begun, FIRST_VALUES), MOST_VALUES):
+            self.launch()
+
+    def _record(self, master: Tensor, place: Codes | Tensor, *, pow2: bool) -> Added:
         count, address = master.numel(), master.data_ptr()
-        self._device = master.device
         aligned = address % 16 == 0
         if isinstance(place, Codes):
             codes, library = place.codes.data_ptr(), place.library
@@ -325,14 +349,10 @@ class Pass:
             stride = 0 if library is None else library.stride(0)
             kind = _Codes(rows, columns, aligned, pow2, stride, place.rows is not None)
             others = (0 if t is None else t.data_ptr() for t in (place.scale, library, place.rows))
-            self._table.add(kind, address, codes, *others)
-        else:
-            values = place.data_ptr()
-            self._table.add(_Values(count, aligned and count % 4 == values % 8 == 0), address, values)
-        self._quantized.append(isinstance(place, Codes))
-        self._waiting += count
-        if self._waiting >= min(max(self._begun, FIRST_VALUES), MOST_VALUES):
-            self.launch()
+            return Added(kind, (address, codes, *others), True, count, master.device)
+        values = place.data_ptr()
+        whole = _Values(count, aligned and count % 4 == values % 8 == 0)
+        return Added(whole, (address, values), False, count, master.device)
 
     def launch(self) -> None:
         """Begins with what was added; nothing waits."""
