@@ -26,6 +26,7 @@ from torch import Tensor
 from lockstep.bench.baseline import saved_bytes_a_token
 from lockstep.bench.goals import Goal
 from lockstep.bench.results import rounded
+from lockstep.bench.shapes import preset
 from lockstep.bench.sides import Batch, Clock, Ours, Say, Side, Sides, allocated, cosine
 from lockstep.bench.timing import Call, Ceilings, events_ms
 from lockstep.errors import ContractError
@@ -337,8 +338,9 @@ def card_of(ceilings: Ceilings, fp8_tflops: float) -> Card:
 
 
 def goals(model: str, result: Result, small: float | None) -> list[Goal]:
-    """Which of the project's goals these figures answer. small: ratio of micro-batches of 512 rows."""
-    if model != GOAL_MODEL:
+    """Which of the project's goals these figures answer: of `GOAL_MODEL` or a larger one. small: ratio of micro-batches of 512
+    rows."""
+    if preset(model).num_parameters < preset(GOAL_MODEL).num_parameters:
         return []
     found = [
         Goal("D3a", result.step_ratio, 1.35, "x BF16, forward to publication"),

@@ -285,6 +285,7 @@ def _llama3(hidden: int, inner: int, layers: int, head_dim: int, *, factor: floa
 
 PRESETS: dict[str, ModelSpec] = {
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-30b-a3b": ModelSpec(
