@@ -80,7 +80,7 @@ PROMISES = (
     ),
     Promise(
         ("D3a", "D3b", "D4", "D7"),
-        "a training step of Qwen3-1.7B (or larger: --model) over BF16; saved activations; with old log-probabilities; at 512 tokens",
+        "a training step of Qwen3-1.7B or larger over BF16; saved activations; with old log-probabilities; at 512 tokens",
         "bench train --goals",
     ),
     Promise(("D5",), "a whole GRPO step over BF16", "bench step --goals"),
