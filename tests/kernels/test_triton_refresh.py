@@ -14,6 +14,7 @@ from lockstep.kernels.library import library_scale
 from lockstep.kernels.reference import PackedWeight, ReferenceKernels
 from lockstep.kernels.renew import Source
 from lockstep.models.decoder import BETWEEN, Decoder
+from lockstep.nn.working import Known
 from lockstep.numerics.fingerprint import fingerprint
 from lockstep.numerics.flow import Flow, bf16_flow, fp8_flow
 from lockstep.numerics.formats import AMAX_FLOOR, BF16, ScaleKind, square_blocks
@@ -212,7 +213,7 @@ def test_decoders_on_both_sides(flow: Flow, family: str, toy: SimpleNamespace, k
                 p.add_(torch.randn(p.shape, generator=generator) * 1e-2)
                 q.copy_(p)
     for _, module in there.working():
-        module.known.held = ()
+        module.known = Known()
     assert there.digest() == kept_digest
     digest = there.digest()
     there.refresh(4)

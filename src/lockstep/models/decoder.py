@@ -28,7 +28,7 @@ from lockstep.nn.mlp import MLP
 from lockstep.nn.moe import MoE
 from lockstep.nn.norm import RMSNorm
 from lockstep.nn.rope import Rope
-from lockstep.nn.working import Refreshed, Working, fingerprints, refresh
+from lockstep.nn.working import Refreshed, Working, contents, refresh
 from lockstep.numerics.flow import Flow
 
 BETWEEN = -1
@@ -179,12 +179,7 @@ class Decoder(nn.Module):
     def digest(self) -> str:
         """SHA-256 over names, types, shapes and fingerprints of codes with scales, plain values and biases: equal working
         copies, equal digest, on every backend."""
-        names, modules = zip(*self.working(), strict=True)
-        lines = []
-        for name, parts in zip(names, fingerprints(modules), strict=True):
-            lines.append(name)
-            lines += [f" {held.description} {first:016x}{second:016x}\n" for held, (first, second) in parts]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        return hashlib.sha256("".join(contents(list(self.working()))).encode()).hexdigest()
 
     def share_masters(self, other: Decoder) -> None:
         """Makes this decoder's parameters the very tensors of `other` (an engine with a flow of its own)."""

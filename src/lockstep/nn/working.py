@@ -68,12 +68,15 @@ class Held:
         return self.value.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Known:
-    """Fingerprints that a refresh made on its way, with the tensors they are of; both empty when it made none."""
+    """Fingerprints that a refresh made on its way, with the tensors they are of; both empty when it made none. text: what a
+    digest says of them, under this name."""
 
     held: Sequence[Held] = ()
     found: Sequence[Fingerprint] = ()
+    name: str = ""
+    text: str = ""
 
     def of(self, held: Sequence[Held]) -> Sequence[Fingerprint] | None:
         """The fingerprints, as long as these are the tensors that the refresh wrote."""
@@ -83,6 +86,10 @@ class Known:
             return self.found
         same = all(a.value is b.value and a.scale is b.scale for a, b in zip(self.held, held, strict=True))
         return self.found if same else None
+
+
+NOTHING = Known()
+"""Of a working copy that is being remade."""
 
 
 class Working(nn.Module):
@@ -115,7 +122,7 @@ class Working(nn.Module):
 
     def sources(self, name: str, reserved: PackedWeight | None = None) -> list[Source]:
         """What is to be remade, `parts` of them. reserved: storage for a first working copy."""
-        self.known.held = self.known.found = ()
+        self.known = NOTHING
         held, fresh = (reserved, reserved is not None) if self.packed is None else (self.packed, False)
         return [Source(name, self.weight.detach(), self.operand, self.activation, held, fresh)]
 
@@ -125,7 +132,7 @@ class Working(nn.Module):
             self.packed = renewed[0].packed
         held, found = self.held(), [r.fingerprint for r in renewed if r.fingerprint is not None]
         if len(found) == len(held):
-            self.known.held, self.known.found = held, found
+            self.known = Known(held, found, name, _text(name, held, found))
         changed, one = sum([r.changed for r in renewed]), held[0]
         nbytes, numel = sum([h.nbytes for h in held]), sum([h.numel for h in held])
         return Refreshed(name, self.kind, one.shape, nbytes, numel, changed, renewed[0].max_rel)
@@ -171,11 +178,26 @@ def refresh(
     return refreshed
 
 
-def fingerprints(modules: Sequence[Working]) -> list[list[tuple[Held, Fingerprint]]]:
-    """Every tensor of every module with its fingerprint, read anew where the refresh didn't leave it."""
-    held = [module.held() for module in modules]
-    found = [module.known.of(parts) for module, parts in zip(modules, held, strict=True)]
+def contents(named: Sequence[tuple[str, Working]]) -> list[str]:
+    """What a digest says of each module: its name, and type, shape and fingerprint of its tensors, read anew where the refresh
+    didn't leave them."""
+    held = [module.held() for _, module in named]
+    found = [module.known.of(parts) for (_, module), parts in zip(named, held, strict=True)]
     unknown = [h for parts, known in zip(held, found, strict=True) if known is None for h in parts]
-    made = iter(modules[0].kernels.fingerprints([(h.value, h.scale) for h in unknown]) if unknown else ())
-    pairs = zip(held, found, strict=True)
-    return [list(zip(parts, known or islice(made, len(parts)), strict=True)) for parts, known in pairs]
+    kernels = named[0][1].kernels
+    made = iter(kernels.fingerprints([(h.value, h.scale) for h in unknown]) if unknown else ())
+    return [
+        module.known.text
+        if known is not None and module.known.name == name
+        else _text(name, parts, known or list(islice(made, len(parts))))
+        for (name, module), parts, known in zip(named, held, found, strict=True)
+    ]
+
+
+def _text(name: str, held: Sequence[Held], found: Sequence[Fingerprint]) -> str:
+    return name + "".join(
+        [
+            f" {h.description} {first:016x}{second:016x}\n"
+            for h, (first, second) in zip(held, found, strict=True)
+        ]
+    )
