@@ -7,7 +7,6 @@ Triton 3.6 (`pip install triton==3.6.0`); elsewhere this is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,24 +17,11 @@ triton = pytest.importorskip("triton", minversion="3.6")
 from lockstep.bench.operations import Call, calls, tables  # noqa: E402
 from lockstep.kernels.operation import LAUNCHERS  # noqa: E402
 
-
-@pytest.fixture
-def launched(compiled: list[tuple[str, Any]]) -> Names:
-    """Names of the kernels that were compiled instead of launched."""
-    return Names(compiled)
+Launched = list[tuple[str, Any]]
 
 
-class Names:
-    """The first of every pair in a list that grows."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        self.pairs = pairs
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name, _ in self.pairs)
+def names(compiled: Launched) -> set[str]:
+    return {name for name, _ in compiled}
 
 
 def chooses(call: Call) -> bool:
@@ -44,21 +30,21 @@ def chooses(call: Call) -> bool:
     return few or (call.name == "fp8_linear" and call.args[4] is not None)
 
 
-def test_every_operation(launched: Names) -> None:
+def test_every_operation(compiled: Launched) -> None:
     import lockstep.kernels.hopper  # noqa: F401 - declares them all
 
     for call in calls("cpu", tables()):
         if chooses(call):
             continue
-        before = len(launched)
+        before = len(compiled)
         found = LAUNCHERS[call.name](*call.args, **call.kwargs)
-        assert len(launched) > before, call.name
+        assert len(compiled) > before, call.name
         results = [] if found is None else [found] if isinstance(found, torch.Tensor) else list(found)
         forms = [(tuple(x.shape), x.dtype, tuple(x.stride())) for x in results]
         assert forms == [tuple(form) for form in call.forms], (call.name, call.kwargs)
 
 
-def test_every_form_of_the_narrow_products(launched: Names) -> None:
+def test_every_form_of_the_narrow_products(compiled: Launched) -> None:
     from lockstep.kernels.products import NARROW
     from lockstep.kernels.triton.narrow_bf16 import narrow_bf16_matmul
     from lockstep.kernels.triton.narrow_gemm import fits, narrow_matmul
@@ -72,10 +58,10 @@ def test_every_form_of_the_narrow_products(launched: Names) -> None:
             if fits(rows, **form):
                 narrow_matmul(x_codes, x_scale, codes, scale, **form)
                 narrow_bf16_matmul(torch.zeros(rows, 512, dtype=torch.bfloat16), weight, **form)
-    assert set(launched) == {"_narrow", "_narrow_bf16"}
+    assert names(compiled) == {"_narrow", "_narrow_bf16"}
 
 
-def test_refresh_and_fingerprints(launched: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refresh_and_fingerprints(compiled: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.kernels import in_place
     from lockstep.kernels.renew import Source
     from lockstep.kernels.triton.fingerprint import fingerprints
@@ -94,11 +80,11 @@ def test_refresh_and_fingerprints(launched: Names, monkeypatch: pytest.MonkeyPat
     made = [renewed.packed for renewed in in_place.refresh(sources)]
     held = [(p.codes.codes, p.codes.scale) if p.codes is not None else (p.plain, None) for p in made]
     assert len(fingerprints(held)) == len(sources)
-    assert set(launched) == {"_requantize", "_round", "_fingerprint"}
+    assert names(compiled) == {"_requantize", "_round", "_fingerprint"}
 
 
 def test_a_place_is_looked_at_once_as_long_as_its_master_stays(
-    launched: Names, monkeypatch: pytest.MonkeyPatch
+    compiled: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lockstep.kernels import in_place
     from lockstep.kernels.renew import Source
@@ -130,4 +116,4 @@ def test_a_place_is_looked_at_once_as_long_as_its_master_stays(
             kind,
             again,
         )
-    assert len(launched) == 5
+    assert len(compiled) == 5

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.bench.audit import Audited, Parts, audit_shapes, distinct_rows, refuse_unless_whole
+from lockstep.bench.audit import Audited, Parts, audit_parts, audit_shapes, distinct_rows, refuse_altered
 from lockstep.bench.machine import Stamp
 from lockstep.bench.random_model import random_decoder
 from lockstep.bench.results import write_results
@@ -151,7 +151,27 @@ def test_the_goal_needs_every_shape_flow_and_enough_rows() -> None:
     assert goals([broken]) == [0.0], "one that failed is one"
     assert goals([broken, *whole()]) == [1.0], "the same model and flow again takes its place"
     with pytest.raises(ConfigError, match=r"--goals.*leave --layers out"):
-        refuse_unless_whole(layers=2, plant=None)
+        refuse_altered(layers=2, plant=None)
+
+
+def test_every_model_is_audited_under_one_flow_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def shapes(names: list[str], flows: list[str], **_: Any) -> list[Audited]:
+        asked.append((names[0], flows[0]))
+        return whole()[: len(names) * len(flows)]
+
+    def run(spec: str, flows: list[str], *_: Any, **__: Any) -> Audited:
+        asked.append((spec, flows[0]))
+        return whole()[-1]
+
+    monkeypatch.setattr("lockstep.bench.audit.audit_shapes", shapes)
+    monkeypatch.setattr("lockstep.bench.audit.audit_run", run)
+    kernels, options = ReferenceKernels(), {"layers": None, "plant": None, "say": print}
+    with_run: Any = "run"
+    found = list(audit_parts(["a", "b"], ["x", "y"], with_run, kernels, **options))
+    assert asked == [(m, f) for m in ("a", "b", "run") for f in ("x", "y")] and len(found) == 6
+    assert len(list(audit_parts(["a"], ["x"], None, kernels, **options))) == 1
 
 
 def test_an_audit_goes_on_where_it_was_left(tmp_path: Path) -> None:

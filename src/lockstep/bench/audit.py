@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,25 @@ def audit_run(
     return Audited(model_name(model), spec.model.path, model.num_layers, report, seconds)
 
 
+def audit_parts(
+    shapes: Sequence[str],
+    flows: Sequence[str],
+    spec: RunSpec | None,
+    kernels: Kernels,
+    *,
+    layers: int | None,
+    plant: str | None,
+    say: Callable[[str], None],
+) -> Iterator[Audited]:
+    """Shapes with random weights, then the model of the configuration if there is one, each under one flow at a time."""
+    for shape in shapes:
+        for flow in flows:
+            yield from audit_shapes([shape], [flow], layers=layers, plant=plant, kernels=kernels, say=say)
+    if spec is not None:
+        for flow in flows:
+            yield audit_run(spec, [flow], kernels, say=say)
+
+
 @dataclass
 class Parts:
     """Rows of one audit that may be done in parts, a row for each model and flow. What a file holds of this commit on this
@@ -176,7 +195,7 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["model"], row["weights"], row["layers"], row["flow"]
 
 
-def refuse_unless_whole(*, layers: int | None, plant: str | None) -> None:
+def refuse_altered(*, layers: int | None, plant: str | None) -> None:
     """Raises ConfigError for an audit that goal C1 can't count."""
     too_much = [w for w, there in (("--layers", layers is not None), ("--plant", plant is not None)) if there]
     if too_much:

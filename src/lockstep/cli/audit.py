@@ -107,26 +107,20 @@ def _audit_shapes(
     from lockstep.bench.results import FOLDER, write_results
 
     if goals:
-        bench.refuse_unless_whole(layers=layers, plant=plant)
+        bench.refuse_altered(layers=layers, plant=plant)
     require_hopper("lockstep audit --shape")
     from lockstep.kernels.table import select
     from lockstep.trainer.plants import planted
 
     kernels = select("hopper") if plant is None else planted(plant, exact=False, hopper=True)
-    path, records = out or FOLDER / "audit.json", []
-    parts = bench.Parts.of(path, stamp())
-    for name in [*shapes, *([] if spec is None else [None])]:
-        for flow in flows:
-            if name is None:
-                assert spec is not None
-                audited = [bench.audit_run(spec, [flow], kernels, say=typer.echo)]
-            else:
-                audited = bench.audit_shapes(
-                    [name], [flow], layers=layers, plant=plant, kernels=kernels, say=typer.echo
-                )
-            records += audited[0].records()
-            parts.add(audited[0].records())
-            write_results(path, "audit", stamp(), {}, parts.rows)
+    path, here, records = out or FOLDER / "audit.json", stamp(), []
+    parts = bench.Parts.of(path, here)
+    for audited in bench.audit_parts(
+        shapes, flows, spec, kernels, layers=layers, plant=plant, say=typer.echo
+    ):
+        records += audited.records()
+        parts.add(audited.records())
+        write_results(path, "audit", here, {}, parts.rows)
     finish("audit", path, {}, parts.rows, parts.goals() if goals else ())
     if goals and parts.missing:
         typer.echo(f"goal C1 still wants {', '.join(parts.missing)}")

@@ -14,7 +14,7 @@ Next: `update.py`, which asks; `lockstep audit`, which finds the operation.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -114,12 +114,8 @@ def _scored(samples: list[Sample], packs: Packs, score: Score) -> dict[int, Tens
     """The trainer's log-probabilities of each sample, on the CPU, by its id."""
     found: dict[int, Tensor] = {}
     for chosen, micro in packs(samples):
-        found |= {id(s): own for s, own in zip(chosen, _own(chosen, score(micro)), strict=True)}
+        found |= {id(s): own for s, own in zip(chosen, by_sample(chosen, score(micro).cpu()), strict=True)}
     return found
-
-
-def _own(samples: Sequence[Sample], logp_N: Tensor) -> tuple[Tensor, ...]:
-    return by_sample(samples, logp_N.cpu())
 
 
 def _whose(alone: Tensor, trainer: Tensor, rollout: Tensor) -> str:
