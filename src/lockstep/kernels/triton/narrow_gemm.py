@@ -82,11 +82,15 @@ def _copy(
 
 
 @gluon.jit
-def _issue(w_ring, x_ring, ready, registers, at, STAGES: gl.constexpr):
-    """Starts the product of the block at place `at` of the ring's history once it has arrived, into registers whose content is
-    of no more use."""
+def _arrived(ready, at, STAGES: gl.constexpr):
+    """Waits for the block at place `at` of the ring's history. The branch in here also waits for loads into registers."""
+    mbarrier.wait(ready.index(at % STAGES), (at // STAGES) & 1)
+
+
+@gluon.jit
+def _issue(w_ring, x_ring, registers, at, STAGES: gl.constexpr):
+    """Starts the product of a block that has arrived, into registers whose content is of no more use."""
     stage = at % STAGES
-    mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
     return warpgroup_mma(
         w_ring.index(stage), x_ring.index(stage).permute((1, 0)), registers, use_acc=False, is_async=True
     )
@@ -122,6 +126,9 @@ def _multiply(
 
     Two sets of registers take turns as target of the products, and none is in flight where the loop comes round: else the
     assembler can't tell when a set may be read, and waits for every product where it is issued (its note C7514).
+
+    A slot is given back behind a branch, so that scales read from it are in registers: a load may wait behind the stores of the
+    tile before, longer than the next copy takes to land, and a barrier doesn't wait for it (`tests/kernels/test_slots.py`).
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 32]
@@ -136,31 +143,41 @@ def _multiply(
         ws = ws_ptr + (n0 // 128) * ws_n
         acc = gl.zeros([BN, BM], gl.float32, layout)
         for start in range(0, whole, UNROLL):
-            even = _issue(w_ring, x_ring, ready, even, base + start, STAGES)
+            first = base + start
+            _arrived(ready, first, STAGES)
+            even = _issue(w_ring, x_ring, even, first, STAGES)
             for u in gl.static_range(1, UNROLL):
-                k = start + u
+                at = first + u
+                _arrived(ready, at, STAGES)
+                if u > 1:
+                    mbarrier.arrive(free.index((at - 2) % STAGES), count=1)
                 if u % 2 == 1:
-                    odd = _issue(w_ring, x_ring, ready, odd, base + k, STAGES)
-                    scale = _scale(s_ring, base + k - 1, ws + k - 1, BM, STAGES, column)
+                    odd = _issue(w_ring, x_ring, odd, at, STAGES)
+                    scale = _scale(s_ring, at - 1, ws + start + u - 1, BM, STAGES, column)
                     even = warpgroup_mma_wait(num_outstanding=1, deps=(even,))
                     acc += even * scale
                 else:
-                    even = _issue(w_ring, x_ring, ready, even, base + k, STAGES)
-                    scale = _scale(s_ring, base + k - 1, ws + k - 1, BM, STAGES, column)
+                    even = _issue(w_ring, x_ring, even, at, STAGES)
+                    scale = _scale(s_ring, at - 1, ws + start + u - 1, BM, STAGES, column)
                     odd = warpgroup_mma_wait(num_outstanding=1, deps=(odd,))
                     acc += odd * scale
-                mbarrier.arrive(free.index((base + k - 1) % STAGES), count=1)
-            last = start + UNROLL - 1
-            scale = _scale(s_ring, base + last, ws + last, BM, STAGES, column)
+            last = first + UNROLL - 1
+            _arrived(ready, last, STAGES)
+            mbarrier.arrive(free.index((last - 1) % STAGES), count=1)
+            scale = _scale(s_ring, last, ws + start + UNROLL - 1, BM, STAGES, column)
             odd = warpgroup_mma_wait(num_outstanding=0, deps=(odd,))
             acc += odd * scale
-            mbarrier.arrive(free.index((base + last) % STAGES), count=1)
+            _arrived(ready, last, STAGES)
+            mbarrier.arrive(free.index(last % STAGES), count=1)
         for k in range(whole, count):
-            even = _issue(w_ring, x_ring, ready, even, base + k, STAGES)
-            scale = _scale(s_ring, base + k, ws + k, BM, STAGES, column)
+            at = base + k
+            _arrived(ready, at, STAGES)
+            even = _issue(w_ring, x_ring, even, at, STAGES)
+            scale = _scale(s_ring, at, ws + k, BM, STAGES, column)
             even = warpgroup_mma_wait(num_outstanding=0, deps=(even,))
             acc += even * scale
-            mbarrier.arrive(free.index((base + k) % STAGES), count=1)
+            _arrived(ready, at, STAGES)
+            mbarrier.arrive(free.index(at % STAGES), count=1)
         base += count
         m = m0 + gl.arange(0, BM, layout=column)
         n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))

@@ -237,7 +237,6 @@ def _attend(
         q = q_smem.index(WHICH)
         if HELD:
             q = q.load(gl.DotOperandLayout(0, score, 2))
-            mbarrier.arrive(q_free, count=1)
         big_m = gl.full([64], EMPTY, gl.float32, row)
         big_l = gl.zeros([64, ONES], gl.float32, sums)
         big_a = gl.zeros([64, D], gl.float32, out)
@@ -247,6 +246,8 @@ def _attend(
             pending = _scores(q, k_ring, zero, ring + start, STAGES)
             s = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
             mbarrier.arrive(free.index((ring + start) % STAGES), count=1)
+            if HELD:  # not before: a product has read the registers, so the load isn't waiting behind the last tile's stores
+                mbarrier.arrive(q_free, count=1, pred=start == 0)
             m = gl.full([64], EMPTY, gl.float32, row)
             p, m, _decay = _soft(s, m, factor, rows, start * PAGE, True)
             _arrived(ready, ring + start + 1, STAGES)
@@ -281,7 +282,9 @@ def _attend(
                 big_m = new
             else:
                 big_m, big_l, big_a = m, den, acc
-        if not HELD:
+        if HELD:
+            mbarrier.arrive(q_free, count=1, pred=steps == 0)
+        else:
             mbarrier.arrive(q_free, count=1)
         seen = steps + (steps > 0).to(gl.int32)
         for j in range(seen, all_steps + 1):  # keys of other warpgroups' rows alone
