@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,10 @@ def test_a_run_is_read_from_its_metrics(spec: RunSpec) -> None:
     assert run == ExactRun("qwen3-1.7b", "fp8+kv8", "hopper", True, 3, 30, 1, 0.125, 2, 2.0, 0.25)
     assert not run.exact and "1 steps DIFFER" in run.line()
     assert read_run(spec, kernels="hopper", broken=True).inexact == 2, "the step that ended a run counts"
+    write(spec)
+    none = read_run(spec, kernels="hopper", broken=True)
+    assert (none.steps, none.inexact, none.max_abs_dlogp) == (0, 1, None) and "unknown" in none.line()
+    json.dumps(asdict(none), allow_nan=False)
     with pytest.raises(DataError, match="left no metrics"):
         read_run(replace(spec, run_dir=spec.run_dir + "x"), kernels="hopper")
 

@@ -28,7 +28,7 @@ NONE = 7
 
 
 class Instruction(NamedTuple):
-    """text: as disassembled. sets: the scoreboard that a result's arrival clears. waits: bit mask of scoreboards that must be clear
+    """text: as disassembled. sets: the scoreboard that its result clears. waits: bit mask of scoreboards that must be clear
     before this one starts."""
 
     text: str

@@ -242,6 +242,8 @@ def test_weights_fused_after_their_refresh(toy: SimpleNamespace, kernels: Any) -
     """As a receiver installs them: one by one, then stacked."""
     spec = toy.SPECS["qwen3"]
     one, other = (Decoder(spec, fp8_flow(), kernels).cuda() for _ in range(2))
+    for parameter in one.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
     other.load_state_dict(one.state_dict())
     one.refresh(1)
     for name, module in other.working():

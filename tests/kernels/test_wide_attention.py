@@ -14,9 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.bench.attention_backward import shared_runs
 from lockstep.bench.checks_attention import decode, decode_rows, prefill
 from lockstep.bench.paged import Paged, in_pages, make_paged, random_queries
 from lockstep.bench.shapes import LENGTHS, AttentionShape
+from lockstep.kernels.attention_index import Run
+from lockstep.kernels.hopper import packed_index, packed_pages
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -88,6 +91,33 @@ def test_no_arrangement_changes_a_bit(
     monkeypatch.setattr(wide, "launch", partial(wide.launch, plan=replace(wide.PLAN, **plan)))
     for block in (128, 64):
         assert differing(prefill(q, paged, queries, block)[0], expected) == 0
+
+
+@pytest.mark.parametrize("heads, groups, dim", [(9, 3, 64), (28, 4, 128), (16, 8, 128), (32, 8, 128)])
+def test_many_short_tiles(
+    heads: int, groups: int, dim: int, hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several small tiles a program, again and again, as a step of short samples has them: the stores of one tile are still on
+    their way when the next one's queries are loaded, and those of the one after it copied."""
+    runs, rows = [], 0
+    for prompt in (34, 41, 47, 53, 60) * 2:
+        shared = shared_runs(prompt, (48,) * 7)
+        runs += [Run(rows + r.row, r.count, r.position, rows + r.slots) for r in shared]
+        rows += prompt + 48 * 7
+    index = packed_index(runs, heads // groups, CUDA)
+    assert len(index.prefill.tiles_N4) * groups > 132, "several a program"
+    q = torch.randn(rows, heads, dim, device=CUDA).bfloat16()
+    k, v = (torch.randn(rows, groups, dim, device=CUDA).bfloat16() for _ in range(2))
+    scales = torch.full((groups,), 0.01, device=CUDA), torch.full((groups,), 0.01, device=CUDA)
+    pages = packed_pages(k, v, index, scales)
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper.attention, "WIDE", False)
+        expected, _ = hopper.attention.prefill(q, *pages, index.prefill, scales, lse=True)
+    differ = torch.zeros((), dtype=torch.long, device=CUDA)
+    for _ in range(1000):
+        found, _ = hopper.attention.prefill(q, *pages, index.prefill, scales, lse=True)
+        differ += (found != expected).any()
+    assert int(differ) == 0
 
 
 def test_decode_agrees(hopper: SimpleNamespace) -> None:

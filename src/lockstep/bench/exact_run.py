@@ -31,8 +31,9 @@ SIZES = (
 
 @dataclass(frozen=True)
 class ExactRun:
-    """One run. steps, tokens: compared. inexact: steps in which a log-probability differed. moved: steps whose
-    publication changed codes. microbatches: of a step, on average. step_s: seconds of a step, on average."""
+    """One run. steps, tokens: compared. inexact: steps in which a log-probability differed. max_abs_dlogp: of the steps that
+    ended, None without one. moved: steps whose publication changed codes. microbatches: of a step, on average. step_s: seconds
+    of a step, on average."""
 
     model: str
     flow: str
@@ -41,7 +42,7 @@ class ExactRun:
     steps: int
     tokens: int
     inexact: int
-    max_abs_dlogp: float
+    max_abs_dlogp: float | None
     moved: int
     microbatches: float
     step_s: float
@@ -64,7 +65,7 @@ class ExactRun:
         return (
             f"{self.model}, {self.flow}, {self.kernels}: {self.steps} steps of {self.step_s:.2f} s, {self.tokens:,} tokens, "
             f"{self.microbatches:.1f} micro-batches a step, weights moved in {self.moved}, max |delta logp| "
-            f"{self.max_abs_dlogp:g}, {differ}"
+            f"{'unknown' if self.max_abs_dlogp is None else format(self.max_abs_dlogp, 'g')}, {differ}"
         )
 
 
@@ -84,7 +85,7 @@ def read_run(spec: RunSpec, kernels: str, *, broken: bool = False) -> ExactRun:
         len(steps),
         int(sum(row["mismatch/tokens"] for row in steps)),
         sum(_differs(row) for row in steps) + broken,
-        max((row["mismatch/max_abs_dlogp"] for row in steps), default=float("nan")),
+        max((row["mismatch/max_abs_dlogp"] for row in steps), default=None),
         sum(row["sync/changed_codes_pct"] > 0 for row in steps),
         sum(row["data/microbatches"] for row in steps) / max(len(steps), 1),
         sum(row["time/step_s"] for row in steps) / max(len(steps), 1),
