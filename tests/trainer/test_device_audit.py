@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from torch import Tensor
 from lockstep.bench.audit import Audited, Parts, audit_parts, audit_shapes, distinct_rows, refuse_altered
 from lockstep.bench.machine import Stamp
 from lockstep.bench.random_model import random_decoder
-from lockstep.bench.results import write_results
 from lockstep.errors import ConfigError
 from lockstep.kernels.reference import ReferenceKernels
 from lockstep.models.spec import PRESETS
@@ -177,15 +177,21 @@ def test_every_model_is_audited_under_one_flow_at_a_time(monkeypatch: pytest.Mon
 def test_an_audit_goes_on_where_it_was_left(tmp_path: Path) -> None:
     stamp = Stamp("card", {}, "abc", "lockstep audit")
     file, first, second = tmp_path / "audit.json", whole()[0], whole()[1]
-    parts = Parts.of(file, stamp)
-    parts.add(first.records())
-    write_results(file, "audit", stamp, {}, parts.rows)
-    on = Parts.of(file, stamp)
-    on.add(second.records())
+    assert Parts.of(file, stamp).rows == []
+    Parts.written(file, stamp, first.records())
+    on = Parts.written(file, stamp, second.records())
+    assert Parts.of(file, stamp) == on
     assert [r["flow"] for r in on.rows] == [r["flow"] for a in (first, second) for r in a.records()]
     assert len(on.missing) == len(whole()) - 2
     for other in (replace(stamp, commit="def"), replace(stamp, card="another")):
         assert Parts.of(file, other).rows == [], "another program, or another card"
+
+
+def test_audits_may_write_at_the_same_time(tmp_path: Path) -> None:
+    stamp, file = Stamp("card", {}, "abc", "lockstep audit"), tmp_path / "results" / "audit.json"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda one: Parts.written(file, stamp, one.records()), whole()))
+    assert len(Parts.of(file, stamp).rows) == len(whole()) and Parts.of(file, stamp).missing == []
 
 
 def test_shapes_with_experts_are_refused() -> None:

@@ -1,16 +1,18 @@
 """The audit over model shapes with random weights, and over a checkpoint beside them: counts by shape and flow, and goal C1.
 
 The goal asks for all shapes at full depth under three flows, and for real weights of SmolLM2, with at least 10,000 sampled tokens
-whose log-probability the training forward has to give bit for bit. It may be done in parts: every model and flow is written
-down as it ends, and parts of one commit on one card belong together.
+whose log-probability the training forward has to give bit for bit. It may be done in parts, one after another or at the same
+time: every model and flow is written down as it ends, and parts of one commit on one card belong together.
 
 Next: `../trainer/audit.py`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +25,13 @@ from lockstep.bench.exact_run import model_name
 from lockstep.bench.goals import Goal, passed
 from lockstep.bench.machine import Stamp
 from lockstep.bench.random_model import random_decoder
+from lockstep.bench.results import write_results
 from lockstep.bench.shapes import preset
 from lockstep.errors import ConfigError
 from lockstep.kernels.table import Kernels, device_of, select
 from lockstep.models.spec import PRESETS, ModelSpec
 from lockstep.numerics.flow import FlowSpec
-from lockstep.trainer.audit import audit_decoder, audit_flow, run_audit
+from lockstep.trainer.audit import audit_decoder, audit_flow, run_audit, told
 from lockstep.trainer.audit_device import random_prompts
 from lockstep.trainer.audit_report import AuditReport
 from lockstep.trainer.backend import refuse_unsupported
@@ -104,9 +107,9 @@ def audit_shapes(
             chosen = audit_flow(flow, FlowSpec(), spec.num_layers)
             refuse_unsupported(kernels, spec, chosen)
             decoder = random_decoder(spec, chosen, kernels, device_of(kernels))
-            for check in audit_decoder(flow, decoder, random_prompts(spec.vocab_size), FlowSpec()):
-                report.checks.append(check)
-                say(check.line())
+            report.checks += told(
+                audit_decoder(flow, decoder, random_prompts(spec.vocab_size), FlowSpec()), say
+            )
             del decoder
             _empty()
         found.append(Audited(name, "random", spec.num_layers, report, time.perf_counter() - begun))
@@ -164,6 +167,20 @@ class Parts:
         known = json.loads(path.read_text(encoding="utf-8"))
         same = known.get("commit") == stamp.commit and known.get("card") == stamp.card
         return cls(list(known["rows"]) if same else [])
+
+    @classmethod
+    def written(cls, path: Path, stamp: Stamp, rows: Sequence[dict[str, Any]]) -> Parts:
+        """Adds rows to the file. Several processes may do so at the same time."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            parts = cls.of(path, stamp)
+            parts.add(rows)
+            write_results(path, "audit", stamp, {}, parts.rows)
+        finally:
+            os.close(folder)
+        return parts
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Rows of a model under a flow take the place of earlier ones."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli.arguments import Overrides, load
-from lockstep.cli.bench_output import finish
+from lockstep.cli.bench_output import finish_goals
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _audit_shapes(
     """Shapes with random weights, then the model of the configuration, on the same kernels."""
     from lockstep.bench import audit as bench
     from lockstep.bench.machine import require_hopper, stamp
-    from lockstep.bench.results import FOLDER, write_results
+    from lockstep.bench.results import FOLDER
 
     if goals:
         bench.refuse_altered(layers=layers, plant=plant)
@@ -114,16 +114,16 @@ def _audit_shapes(
 
     kernels = select("hopper") if plant is None else planted(plant, exact=False, hopper=True)
     path, here, records = out or FOLDER / "audit.json", stamp(), []
-    parts = bench.Parts.of(path, here)
     for audited in bench.audit_parts(
         shapes, flows, spec, kernels, layers=layers, plant=plant, say=typer.echo
     ):
         records += audited.records()
-        parts.add(audited.records())
-        write_results(path, "audit", here, {}, parts.rows)
-    finish("audit", path, {}, parts.rows, parts.goals() if goals else ())
-    if goals and parts.missing:
-        typer.echo(f"goal C1 still wants {', '.join(parts.missing)}")
+        parts = bench.Parts.written(path, here, audited.records())
+    typer.echo(f"wrote {path}")
+    if goals:
+        finish_goals(parts.goals())
+        if parts.missing:
+            typer.echo(f"goal C1 still wants {', '.join(parts.missing)}")
     failed = [r for r in records if not r["passed"]]
     rows, values = (sum(r[key] for r in records) for key in ("rows", "values"))
     typer.echo(

@@ -42,15 +42,22 @@ def finish(
     goals: Sequence[Goal] = (),
 ) -> None:
     """Writes the result file, and the goals if there are any."""
-    from lockstep.bench.goals import GOALS, write_goals
     from lockstep.bench.machine import stamp
     from lockstep.bench.results import FOLDER, write_results
 
-    path, here = out or FOLDER / f"{name}.json", stamp()
-    write_results(path, name, here, ceilings, rows)
+    path = out or FOLDER / f"{name}.json"
+    write_results(path, name, stamp(), ceilings, rows)
     typer.echo(f"wrote {path}")
+    finish_goals(goals)
+
+
+def finish_goals(goals: Sequence[Goal]) -> None:
+    """Writes the goals if there are any."""
+    from lockstep.bench.goals import GOALS, write_goals
+    from lockstep.bench.machine import stamp
+
     if goals:
-        write_goals(goals, here)
+        write_goals(goals, stamp())
         for goal in goals:
             typer.echo(goal.line())
         typer.echo(f"wrote {GOALS}")

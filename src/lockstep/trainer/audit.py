@@ -10,7 +10,8 @@ Next: `audit_flow.py` for the questions, `audit_device.py` for a GPU's, `../kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lockstep.errors import ConfigError
@@ -29,7 +30,7 @@ from lockstep.trainer.recipes import prepare_model
 from lockstep.trainer.setup import calibrate, load_masters, load_prompts
 from lockstep.trainer.spec import RunSpec
 
-__all__ = ["PLANTS", "AuditReport", "Check", "audit_decoder", "audit_flow", "run_audit"]
+__all__ = ["PLANTS", "AuditReport", "Check", "audit_decoder", "audit_flow", "run_audit", "told"]
 
 
 def run_audit(
@@ -61,10 +62,19 @@ def run_audit(
         load_masters(decoder, path)
         decoder.refresh(1)
         temperature = spec.rollout.temperature or 1.0
-        for check in audit_decoder(name, decoder, ids, spec.flow, seed=spec.seed, temperature=temperature):
-            report.checks.append(check)
-            say(check.line())
+        checks = audit_decoder(name, decoder, ids, spec.flow, seed=spec.seed, temperature=temperature)
+        report.checks += told(checks, say)
     return report
+
+
+def told(checks: Iterable[Check], say: Callable[[str], None]) -> Iterator[Check]:
+    """The checks, each said as it ends, with the seconds that it took."""
+    begun = time.perf_counter()
+    for check in checks:
+        now = time.perf_counter()
+        say(f"{check.line()}  {now - begun:6.1f} s")
+        begun = now
+        yield check
 
 
 def audit_decoder(

@@ -162,12 +162,11 @@ def _multiply(
                     odd = warpgroup_mma_wait(num_outstanding=1, deps=(odd,))
                     acc += odd * scale
             last = first + UNROLL - 1
-            _arrived(ready, last, STAGES)
-            mbarrier.arrive(free.index((last - 1) % STAGES), count=1)
             scale = _scale(s_ring, last, ws + start + UNROLL - 1, BM, STAGES, column)
             odd = warpgroup_mma_wait(num_outstanding=0, deps=(odd,))
             acc += odd * scale
             _arrived(ready, last, STAGES)
+            mbarrier.arrive(free.index((last - 1) % STAGES), count=1)
             mbarrier.arrive(free.index(last % STAGES), count=1)
         for k in range(whole, count):
             at = base + k
