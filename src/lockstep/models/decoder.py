@@ -115,6 +115,7 @@ class Decoder(nn.Module):
         self.version = self.refreshes = 0
         self.checkpointing = self.save_fp8 = False
         self.deterministic = True
+        self.found: tuple[tuple[str, Working], ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -141,15 +142,12 @@ class Decoder(nn.Module):
         return self.model.norm(h_TK)  # type: ignore[no-any-return]
 
     def working(self) -> Iterator[tuple[str, Working]]:
-        """Every module with a working copy, by the name of its weight, in layer order."""
-        waiting: list[tuple[str, nn.Module]] = [("", self)]  # `named_modules` takes its time
-        while waiting:
-            path, module = waiting.pop()
-            if isinstance(module, Working):
-                yield f"{path}weight", module
-            waiting += [
-                (f"{path}{name}.", child) for name, child in reversed(module._modules.items()) if child
-            ]
+        """Every module with a working copy, by the name of its weight, in layer order. Looked up once: a publication asks for
+        them several times while nothing else happens."""
+        if not self.found:
+            modules = ((f"{path}.weight", module) for path, module in self.named_modules())
+            self.found = tuple((name, module) for name, module in modules if isinstance(module, Working))
+        yield from self.found
 
     def refresh(self, version: int) -> list[Refreshed]:
         """Remakes all working copies from the masters and stamps them with `version`.

@@ -122,7 +122,7 @@ class Working(nn.Module):
 
     def sources(self, name: str, reserved: PackedWeight | None = None) -> list[Source]:
         """What is to be remade, `parts` of them. reserved: storage for a first working copy."""
-        self.known = NOTHING
+        self.__dict__["known"] = NOTHING  # past `nn.Module`, which looks for parameters first
         held, fresh = (reserved, reserved is not None) if self.packed is None else (self.packed, False)
         return [Source(name, self.weight.detach(), self.operand, self.activation, held, fresh)]
 
@@ -132,7 +132,7 @@ class Working(nn.Module):
             self.packed = renewed[0].packed
         held, found = self.held(), [r.fingerprint for r in renewed if r.fingerprint is not None]
         if len(found) == len(held):
-            self.known = Known(held, found, name, _text(name, held, found))
+            self.__dict__["known"] = Known(held, found, name, _text(name, held, found))
         changed, one = sum([r.changed for r in renewed]), held[0]
         nbytes, numel = sum([h.nbytes for h in held]), sum([h.numel for h in held])
         return Refreshed(name, self.kind, one.shape, nbytes, numel, changed, renewed[0].max_rel)

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from lockstep.kernels.operation import operation
-from lockstep.kernels.triton import wide_attention
+from lockstep.kernels.triton import paged_attention, wide_attention
 from lockstep.kernels.triton.attention_loop import decode_kernel, join_kernel, prefill_kernel
 from lockstep.kernels.triton.quantize import empty_codes
 from lockstep.numerics.formats import ScaleKind
@@ -30,6 +30,8 @@ CHUNK = 2048
 """Keys of one chunk: a part of the definition, since it fixes where states are joined."""
 WIDE = True
 """Whether prefill goes through `wide_attention.py` where that takes the shapes. No bit may depend on it."""
+PAGED = True
+"""Whether decode goes through `paged_attention.py` where that takes the shapes. No bit may depend on it."""
 LOG2E = 1.0 / math.log(2.0)
 
 
@@ -222,36 +224,55 @@ def _decode_rows(
         part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=out.device)
         state = torch.empty(batch * heads * splits, 2, dtype=torch.float32, device=out.device)
     dim_p = triton.next_power_of_2(dim)
-    decode_kernel[(kv_heads, batch, splits)](
-        q_BHD,
-        _raw(k_pages),
-        _raw(v_pages),
-        out,
-        part,
-        state,
-        table_BP,
-        lengths_B,
-        k_scale,
-        v_scale,
-        out_scale,
-        out_scale.stride(1),
-        dim**-0.5 * LOG2E,
-        table_BP.stride(0),
-        splits,
-        heads,
-        kv_heads,
-        dim,
-        dim_p,
-        max(16, triton.next_power_of_2(heads // kv_heads)),
-        CHUNK // PAGE,
-        splits > 1,
-        scaled,
-        codes is not None,
-        codes == "pow2",
-        num_warps=warps,
-        num_stages=stages,
-        launch_pdl=True,
-    )
+    if PAGED and paged_attention.takes(q_BHD, k_pages):
+        paged_attention.launch(
+            q_BHD,
+            k_pages,
+            v_pages,
+            out,
+            part,
+            state,
+            lengths_B,
+            table_BP,
+            (k_scale, v_scale),
+            out_scale,
+            base=dim**-0.5 * LOG2E,
+            splits=splits,
+            steps=CHUNK // PAGE,
+            codes=codes is not None,
+            pow2=codes == "pow2",
+        )
+    else:
+        decode_kernel[(kv_heads, batch, splits)](
+            q_BHD,
+            _raw(k_pages),
+            _raw(v_pages),
+            out,
+            part,
+            state,
+            table_BP,
+            lengths_B,
+            k_scale,
+            v_scale,
+            out_scale,
+            out_scale.stride(1),
+            dim**-0.5 * LOG2E,
+            table_BP.stride(0),
+            splits,
+            heads,
+            kv_heads,
+            dim,
+            dim_p,
+            max(16, triton.next_power_of_2(heads // kv_heads)),
+            CHUNK // PAGE,
+            splits > 1,
+            scaled,
+            codes is not None,
+            codes == "pow2",
+            num_warps=warps,
+            num_stages=stages,
+            launch_pdl=True,
+        )
     if splits > 1:
         join_kernel[(heads, batch)](
             part,

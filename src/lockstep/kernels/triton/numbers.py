@@ -69,34 +69,34 @@ def place_of(i, GROUPS: tl.constexpr):
     return (lane * GROUPS + i // 16) * 4 + pair * 2 + within % 2
 
 
+WIDEN = tl.constexpr(
+    """
+    {
+    .reg .b32 t, s, f;
+    mov.b32 f, 0x7B807B80;
+    prmt.b32 t, $2, 0, 0x1404;
+    shr.u32 s, t, 4;
+    and.b32 s, s, 0x07F007F0;
+    and.b32 t, t, 0x80008000;
+    or.b32 t, t, s;
+    mul.rn.bf16x2 $0, t, f;
+    prmt.b32 t, $2, 0, 0x3424;
+    shr.u32 s, t, 4;
+    and.b32 s, s, 0x07F007F0;
+    and.b32 t, t, 0x80008000;
+    or.b32 t, t, s;
+    mul.rn.bf16x2 $1, t, f;
+    }
+    """
+)
+"""BF16 pairs (elements 0, 1 and 2, 3) of a word of four e4m3 codes, exact: the seven magnitude bits move into a BF16's place,
+then times 2^120, the difference of the exponents' biases."""
+
+
 @triton.jit
 def _widen_words(words):
-    """BF16 pairs (elements 0, 1 and 2, 3) of words of four e4m3 codes, exact: the seven magnitude bits move into a BF16's place,
-    then times 2^120, the difference of the exponents' biases."""
     return tl.inline_asm_elementwise(
-        asm="""
-        {
-        .reg .b32 t, s, f;
-        mov.b32 f, 0x7B807B80;
-        prmt.b32 t, $2, 0, 0x1404;
-        shr.u32 s, t, 4;
-        and.b32 s, s, 0x07F007F0;
-        and.b32 t, t, 0x80008000;
-        or.b32 t, t, s;
-        mul.rn.bf16x2 $0, t, f;
-        prmt.b32 t, $2, 0, 0x3424;
-        shr.u32 s, t, 4;
-        and.b32 s, s, 0x07F007F0;
-        and.b32 t, t, 0x80008000;
-        or.b32 t, t, s;
-        mul.rn.bf16x2 $1, t, f;
-        }
-        """,
-        constraints="=r,=r,r",
-        args=[words],
-        dtype=(tl.int32, tl.int32),
-        is_pure=True,
-        pack=1,
+        WIDEN, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
 
 

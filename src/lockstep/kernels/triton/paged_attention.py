@@ -1,0 +1,208 @@
+"""Decode attention over e4m3 pages for groups of up to eight query heads: the bits of `attention_loop.py`, at the memory's pace.
+
+The definition is that file's: one query a sequence, its group of heads as the right operand of the warpgroup instruction, keys
+(then values) as the left one, 64 keys a step, chunks of CHUNK keys. A column's bits don't depend on how many columns there are,
+so eight take the place of sixteen: half of the exponentials and of the registers, and one more program on each processor.
+
+Pages come by bulk copies into a ring. A page stores its codes so that a lane's share of a row is contiguous (`numbers.place_of`);
+lanes read it as words and widen them in registers, where the instruction takes its left operand from.
+
+Next: `attention.py`, which launches this.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton.experimental.gluon.language as gl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lockstep.kernels.triton.numbers import WIDEN
+from lockstep.kernels.triton.wide_attention import EMPTY, PAGE, _codes_of, _scale_of
+
+QUERIES = gl.constexpr(8)
+"""Columns of the products: the narrowest instruction."""
+STAGES, REGISTERS = 2, 96
+"""Slots of the ring, and registers of a thread: five programs on a processor."""
+
+
+@gluon.jit
+def _widened(words, R: gl.constexpr, L: gl.constexpr, out: gl.constexpr):
+    """[R, L] BF16 as a left operand, of words [R, L / 4] laid out as `place_of` says. Each thread holds its elements already."""
+    words = gl.reshape(words, [R, 4, L // 16])
+    first, second = gl.inline_asm_elementwise(
+        WIDEN, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    a, b = (first & 0xFFFF).to(gl.int16), (first >> 16).to(gl.int16)
+    c, d = (second & 0xFFFF).to(gl.int16), (second >> 16).to(gl.int16)
+    x = gl.permute(gl.join(gl.join(a, b), gl.join(c, d)), (0, 2, 4, 1, 3))
+    x = gl.reshape(x, [R, L]).to(gl.bfloat16, bitcast=True)
+    return gl.convert_layout(x, gl.DotOperandLayout(0, out, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _fill(k_desc, v_desc, rings, ready, slot, page, g, G: gl.constexpr, D: gl.constexpr, wanted):
+    """Copies keys and values of a page into a slot."""
+    k_ring, v_ring = rings
+    bar = ready.index(slot)
+    mbarrier.expect(bar, k_desc.block_type.nbytes + v_desc.block_type.nbytes, pred=wanted)
+    at = page * G + g
+    tma.async_copy_global_to_shared(k_desc, [at * PAGE, 0], bar, k_ring.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(v_desc, [at * D, 0], bar, v_ring.index(slot), pred=wanted)
+
+
+@gluon.jit
+def _paged(
+    q_ptr, k_desc, v_desc, o_ptr, part_ptr, state_ptr, table_ptr, length_ptr, ks_ptr, vs_ptr, scale_ptr, scale_stride,
+    base, table_stride, splits, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr,
+    SPLIT: gl.constexpr, OUT8: gl.constexpr, POW2: gl.constexpr, STAGES: gl.constexpr, K_WORDS: gl.constexpr,
+    V_WORDS: gl.constexpr,
+):  # fmt: skip
+    bf16: gl.constexpr = gl.bfloat16
+    out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    column: gl.constexpr = gl.SliceLayout(0, out)
+    row: gl.constexpr = gl.SliceLayout(1, out)
+    Q: gl.constexpr = H // G
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    k_ring = gl.allocate_shared_memory(gl.int32, [STAGES, PAGE, D // 4], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(gl.int32, [STAGES, D, PAGE // 4], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(bf16, [QUERIES, D], flat)
+    p_smem = gl.allocate_shared_memory(bf16, [QUERIES, PAGE], flat)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(STAGES):
+        mbarrier.init(ready.index(place), count=1)
+    gdc_wait()
+    gdc_launch_dependents()
+    g, b, chunk = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2)
+    n = gl.load(length_ptr + b)
+    pages = gl.cdiv(n, PAGE)
+    start = chunk * STEPS
+    stop = gl.minimum(start + STEPS, pages)
+    if start >= pages:
+        return
+    table_ptr += b * table_stride
+    fence_async_shared()
+    rings = (k_ring, v_ring)
+    for place in gl.static_range(STAGES):
+        page = gl.load(table_ptr + start + place, mask=start + place < stop, other=0)
+        _fill(k_desc, v_desc, rings, ready, place, page, g, G, D, start + place < stop)
+    spread: gl.constexpr = gl.BlockedLayout([1, D // 16], [2, 16], [4, 1], [1, 0])
+    i, d = gl.arange(0, QUERIES, gl.SliceLayout(1, spread)), gl.arange(0, D, gl.SliceLayout(0, spread))
+    q_at = gl.expand_dims((b * H + g * Q + i) * D, 1) + gl.expand_dims(d, 0)
+    q_smem.store(gl.load(q_ptr + q_at, mask=gl.expand_dims(i < Q, 1), other=0.0))
+    fence_async_shared()
+    factor = base * gl.load(ks_ptr + g)
+    zero = gl.zeros([PAGE, QUERIES], gl.float32, out)
+    ones = gl.full([PAGE, PAGE], 1.0, bf16, gl.DotOperandLayout(0, out, 2))
+    m = gl.full([QUERIES], EMPTY, gl.float32, column)
+    den = gl.zeros([PAGE, QUERIES], gl.float32, out)
+    acc = gl.zeros([D, QUERIES], gl.float32, out)
+    for j in range(start, stop):
+        slot = (j - start) % STAGES
+        later = j + STAGES
+        page = gl.load(table_ptr + later, mask=later < stop, other=0)
+        mbarrier.wait(ready.index(slot), ((j - start) // STAGES) & 1)
+        values = v_ring.index(slot).load(V_WORDS)
+        k = _widened(k_ring.index(slot).load(K_WORDS), PAGE, D, out)
+        s = warpgroup_mma(k, q_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
+        keys = j * PAGE + gl.arange(0, PAGE, row)
+        s = gl.where(gl.expand_dims(keys < n, 1), s, -float("inf"))
+        new = gl.maximum(m, gl.max(s, 0) * factor)
+        wide = gl.expand_dims(new, 0) + gl.zeros_like(s)
+        p = gl.exp2(gl.fma(s, factor + gl.zeros_like(s), -wide))
+        decay = gl.expand_dims(gl.exp2(m - new), 0)
+        m = new
+        p_smem.permute((1, 0)).store(p.to(bf16))
+        fence_async_shared()
+        v = _widened(values, D, PAGE, out)
+        _fill(k_desc, v_desc, rings, ready, slot, page, g, G, D, later < stop)
+        den = warpgroup_mma(ones, p_smem.permute((1, 0)), den * decay, is_async=True)
+        acc = warpgroup_mma(v, p_smem.permute((1, 0)), acc * decay, is_async=True)
+        den, acc = warpgroup_mma_wait(num_outstanding=0, deps=(den, acc))
+    total = gl.max(den, 0)
+    i, d = gl.arange(0, QUERIES, column), gl.arange(0, D, row)
+    inside = i < Q
+    head = g * Q + i
+    if SPLIT:
+        part = (b * H + head) * splits + chunk
+        gl.store(state_ptr + part * 2, m, mask=inside)
+        gl.store(state_ptr + part * 2 + 1, total, mask=inside)
+        at = gl.expand_dims(part * D, 0) + gl.expand_dims(d, 1)
+        gl.store(part_ptr + at, acc, mask=gl.expand_dims(inside, 0))
+    else:
+        o = gl.div_rn(acc, gl.expand_dims(total, 0) + gl.zeros_like(acc)) * gl.load(vs_ptr + g)
+        at = gl.expand_dims((b * H + head) * D, 0) + gl.expand_dims(d, 1)
+        if OUT8:
+            y = o.to(bf16).to(gl.float32)
+            scale = _scale_of(gl.max(gl.abs(y), 0), POW2)
+            codes = _codes_of(y, gl.expand_dims(scale, 0) + gl.zeros_like(y))
+            gl.store(o_ptr + at, codes, mask=gl.expand_dims(inside, 0))
+            gl.store(scale_ptr + head.to(gl.int64) * scale_stride + b, scale, mask=inside)
+        else:
+            gl.store(o_ptr + at, o.to(bf16), mask=gl.expand_dims(inside, 0))
+
+
+def takes(q_BHD: Tensor, k_pages: Tensor) -> bool:
+    """Whether these shapes can be launched: e4m3 pages, heads of 64 or 128, groups of up to eight."""
+    _, heads, dim = q_BHD.shape
+    return k_pages.element_size() == 1 and dim in (64, 128) and heads // k_pages.shape[1] <= QUERIES.value
+
+
+def launch(
+    q_BHD: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    out: Tensor,
+    part: Tensor,
+    state: Tensor,
+    lengths_B: Tensor,
+    table_BP: Tensor,
+    scales: tuple[Tensor, Tensor],
+    out_scale: Tensor,
+    *,
+    base: float,
+    splits: int,
+    steps: int,
+    codes: bool,
+    pow2: bool,
+    stages: int = STAGES,
+    registers: int | None = REGISTERS,
+) -> None:
+    """Writes what `attention.decode` returns, or where there are several `splits` their parts and states."""
+    batch, heads, dim = q_BHD.shape
+    kv_heads = k_pages.shape[1]
+    _paged[(kv_heads, batch, splits)](
+        q_BHD, _words(k_pages, 64), _words(v_pages, dim), out, part, state, table_BP, lengths_B, *scales, out_scale,
+        out_scale.stride(1), base, table_BP.stride(0), splits, heads, kv_heads, dim, steps, splits > 1, codes, pow2,
+        stages, _lanes(PAGE.value, dim), _lanes(dim, PAGE.value), num_warps=4, maxnreg=registers, launch_pdl=True,
+    )  # fmt: skip
+
+
+@lru_cache
+def _lanes(rows: int, length: int) -> gl.DistributedLinearLayout:
+    """Who holds which word of `rows` rows of `length` codes: as the instruction spreads its left operand, a lane has its words
+    of a row, then of the row 8 below, then 64 below."""
+    words, lane = length // 4, length // 16
+    within = [[0, 1 << bit] for bit in range(lane.bit_length() - 1)]
+    below = [[8, 0], *([[64, 0]] if rows == 128 else [])]
+    lanes = [[0, lane], [0, 2 * lane], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([*within, *below], lanes, [[16, 0], [32, 0]], [], [rows, words])
+
+
+def _words(pages: Tensor, rows: int) -> TensorDescriptor:
+    """Rows of codes as words."""
+    words = pages.view(torch.uint8).view(torch.int32).flatten(0, -2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=4 * words.shape[1], element_bitwidth=32, rank=2)
+    return TensorDescriptor.from_tensor(words, [rows, words.shape[1]], layout)

@@ -1,0 +1,70 @@
+"""The decode kernel over e4m3 pages has the bits of the loop's own, whatever its arrangement."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.bench.paged import Paged, make_paged, random_queries
+from lockstep.bench.shapes import AttentionShape
+from lockstep.numerics.formats import ScaleKind
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 700, 1536, 2047, 2048, 2049, 2112, 4100, 6144)
+HEADS = ((32, 8, 128), (28, 4, 128), (16, 8, 128), (64, 8, 128), (9, 3, 64), (14, 2, 64))
+
+
+def decoded(attention: Any, q: Tensor, paged: Paged, codes: ScaleKind | None) -> list[Tensor]:
+    """Output, or codes and scales, as bytes."""
+    index = paged.decode_index(range(len(paged.lengths)), paged.lengths)
+    found = attention.decode(q, *paged.pages, index, paged.scales, codes=codes)
+    parts = [found] if isinstance(found, Tensor) else list(found)
+    return [part.contiguous().view(torch.uint8) for part in parts]
+
+
+@pytest.mark.parametrize("longest", [2048, 6144], ids=["one chunk", "several"])
+@pytest.mark.parametrize("heads", HEADS, ids=lambda h: "-".join(map(str, h)))
+def test_the_bits_of_the_loop(
+    heads: tuple[int, int, int], longest: int, hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention, shape = hopper.attention, AttentionShape("paged", *heads)
+    paged = make_paged([n for n in LENGTHS if n <= longest] * 8, shape, fp8=True, device=CUDA)
+    q = random_queries(len(paged.lengths), shape, CUDA)
+    assert attention.paged_attention.takes(q, paged.pages[0])
+    kinds: tuple[ScaleKind | None, ...] = (None, "fp32", "pow2") if shape.head_dim == 128 else (None,)
+    for codes in kinds:
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "PAGED", False)
+            expected = decoded(attention, q, paged, codes)
+        for _ in range(3):
+            found = decoded(attention, q, paged, codes)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), codes
+
+
+@pytest.mark.parametrize("plan", [{"stages": 3}, {"registers": 80}, {"registers": None}], ids=str)
+def test_no_arrangement_changes_a_bit(
+    plan: dict[str, Any], hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention, shape = hopper.attention, AttentionShape("paged", 32, 8, 128)
+    paged = make_paged(LENGTHS * 8, shape, fp8=True, device=CUDA)
+    q = random_queries(len(paged.lengths), shape, CUDA)
+    expected = decoded(attention, q, paged, None)
+    launch = attention.paged_attention.launch
+    monkeypatch.setattr(attention.paged_attention, "launch", partial(launch, **plan))
+    assert torch.equal(decoded(attention, q, paged, None)[0], expected[0])
+
+
+def test_what_it_takes(hopper: SimpleNamespace) -> None:
+    takes = hopper.attention.paged_attention.takes
+    pages = torch.empty(1, 2, 64, 128, dtype=torch.uint8, device=CUDA)
+    q = torch.empty(1, 16, 128, dtype=torch.bfloat16, device=CUDA)
+    assert takes(q, pages)
+    assert not takes(torch.empty(1, 18, 128, device=CUDA), pages)  # nine heads a group
+    assert not takes(q[..., :80], pages[..., :80])
+    assert not takes(q, pages.bfloat16())
