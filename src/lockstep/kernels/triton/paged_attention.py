@@ -33,7 +33,7 @@ from lockstep.kernels.triton.wide_attention import EMPTY, PAGE, _codes_of, _scal
 
 QUERIES = gl.constexpr(8)
 """Columns of the products: the narrowest instruction."""
-STAGES, REGISTERS = 2, 96
+STAGES, REGISTERS = 2, None
 """Slots of the ring, and registers of a thread: five programs on a processor."""
 
 
