@@ -68,6 +68,7 @@ def test_attention(
     from lockstep.kernels.triton import attention
 
     monkeypatch.setattr(attention, "WIDE", False)
+    monkeypatch.setattr(attention, "PAGED", False)
     shapes = (groups, 64, dim), (groups, dim, 64)
     k, v = (codes(9, *s) if kv8 else torch.zeros(9, *s, dtype=torch.bfloat16) for s in shapes)
     scales = (torch.ones(groups), torch.ones(groups)) if kv8 else None
@@ -76,8 +77,7 @@ def test_attention(
         index = attention.PrefillIndex(torch.zeros(3, 4, dtype=torch.int32), table, 128, block)
         attention.prefill(q, k, v, index, scales, lse=True)
     lengths, tables = torch.ones(128, dtype=torch.int32), torch.zeros(128, 3, dtype=torch.int32)
-    for stages in (3, 5):
-        attention.decode(q, k, v, attention.DecodeIndex(lengths, tables, 192), scales, stages=stages)
+    attention.decode(q, k, v, attention.DecodeIndex(lengths, tables, 192), scales)
     assert {name for name, _ in compiled} == {"prefill_kernel", "decode_kernel"}
     ptx = [(name, kernel.asm["ptx"]) for name, kernel in compiled]
     assert [(n, found) for n, text in ptx if (found := list(unfenced(text, copies=not kv8)))] == []

@@ -53,14 +53,15 @@ def machine_code(ptx: str, folder: Path) -> list[Instruction]:
     return found
 
 
-def early(code: list[Instruction]) -> Iterator[str]:
-    """Arrivals at a barrier of shared memory that nothing keeps behind the loads from shared memory before them."""
+def early(code: list[Instruction], gives: str = "SYNCS.ARRIVE.TRANS64.A1T0") -> Iterator[str]:
+    """Instructions that give a slot away (arrivals at a barrier, or the copy itself) and that nothing keeps behind the loads from
+    shared memory before them."""
     waiting: dict[int, str] = {}
     for text, sets, waits in code:
         waiting = {board: load for board, load in waiting.items() if not waits >> board & 1}
         if "LDS" in text and sets != NONE:
             waiting[sets] = text
-        if "SYNCS.ARRIVE.TRANS64.A1T0" in text and waiting:
+        if gives in text and waiting:
             yield f"{waiting} | {text}"
 
 
@@ -110,3 +111,21 @@ def test_wide_attention(
     code = [machine_code(kernel.asm["ptx"], tmp_path) for _, kernel in compiled]
     assert all(any("LDSM" in line.text for line in c) for c in code), "queries are held in registers"
     assert [list(early(c)) for c in code] == [[], []]
+
+
+@pytest.mark.parametrize("heads, groups, dim", [(9, 3, 64), (32, 8, 128)])
+def test_paged_attention(
+    heads: int, groups: int, dim: int, compiled: list[tuple[str, Any]], tmp_path: Path
+) -> None:
+    from lockstep.kernels.triton import attention
+
+    k, v = codes(9, groups, 64, dim), codes(9, groups, dim, 64)
+    q, scales = torch.zeros(128, heads, dim, dtype=torch.bfloat16), (torch.ones(groups), torch.ones(groups))
+    lengths, tables = torch.ones(128, dtype=torch.int32), torch.zeros(128, 70, dtype=torch.int32)
+    for longest in (192, 4480):
+        attention.decode(q, k, v, attention.DecodeIndex(lengths, tables, longest), scales)
+    assert [name for name, _ in compiled] == ["_paged", "_paged", "join_kernel"]
+    for _, kernel in compiled[:2]:
+        code = machine_code(kernel.asm["ptx"], tmp_path)
+        copies = [line for line in code if "UTMALDG" in line.text]
+        assert len(copies) >= 4 and list(early(code, gives="UTMALDG")) == []

@@ -33,8 +33,6 @@ from lockstep.bench.timing import Call, Ceilings, copies_for, events_ms, graph_m
 PREFILL = ((16, 1024), (8, 2048), (4, 4096), (2, 8192))
 DECODE = ((64, 1024), (64, 2048), (64, 8192), (256, 1536), (8, 16_384))
 """(sequences, tokens of each)."""
-STAGES = (3, 4, 5)
-"""Copies in flight of a decode program that are timed beside the default: which is best depends on the card's memory."""
 GOAL_MODEL = "qwen3-8b"
 GOALS = {(64, 8192): ("C7a", 0.85), (8, 16_384): ("C7b", 0.60)}
 FORWARD_GOAL = (2, 8192), 0.8
@@ -140,21 +138,19 @@ def _decode_record(
     q = random_queries(batch, shape, device)
     ms = graph_ms([_decode_call(q, paged) for paged in caches])
     gbps = one.nbytes / ms / 1e6
-    by_stages = {n: graph_ms([_decode_call(q, paged, n) for paged in caches]) for n in STAGES}
     return {
         "kind": "decode", "shape": asdict(shape), "batch": batch, "length": length, "kv": "fp8" if fp8 else "bf16",
         "ms": rounded(ms),
         "gbps": rounded(gbps),
         "share_of_copy": rounded(gbps / ceilings.copy_gbps, 3),
-        "ms_by_stages": {str(n): rounded(t) for n, t in by_stages.items()},
     }  # fmt: skip
 
 
-def _decode_call(q: Tensor, paged: Paged, stages: int = 0) -> Call:
+def _decode_call(q: Tensor, paged: Paged) -> Call:
     from lockstep.kernels.triton import attention
 
     index = paged.decode_index(range(len(paged.lengths)), paged.lengths)
-    return partial(attention.decode, q, *paged.pages, index, paged.scales, stages=stages)
+    return partial(attention.decode, q, *paged.pages, index, paged.scales)
 
 
 def _prefill_line(record: dict[str, Any]) -> str:
@@ -172,6 +168,5 @@ def _prefill_line(record: dict[str, Any]) -> str:
 def _decode_line(record: dict[str, Any]) -> str:
     return (
         f"  decode  {record['batch']:>3} x {record['length']:<5} {record['kv']:4}  {record['ms']:.4f} ms  | "
-        f"{record['gbps']:.0f} GB/s, {100 * record['share_of_copy']:.0f} % of copy; with copies in flight "
-        + ", ".join(f"{n}: {ms:.4f}" for n, ms in record["ms_by_stages"].items())
+        f"{record['gbps']:.0f} GB/s, {100 * record['share_of_copy']:.0f} % of copy"
     )

@@ -230,7 +230,7 @@ def _attention(make: Maker, found: Tables) -> list[Call]:
             made.append(Call("prefill_attention", args, [*out, *lse], sizes | {"lse": True}))
             out = [dense(2, H, D)] if codes is None else rows(H * D, 2)
             for longest in (70, 5000):
-                sizes = {"longest": longest, "codes": codes, "stages": 0, "warps": 4}
+                sizes = {"longest": longest, "codes": codes}
                 made.append(Call("decode_attention", (q[:2], *pages, lengths, pages_BP, *given), out, sizes))
     walked = (make.listed(found.key_tiles, torch.int32), make.listed(found.query_tiles, torch.int32))
     order, begin = make.listed(found.order, torch.int64), make.listed(found.begin, torch.int64)

@@ -2,8 +2,8 @@
 (decode).
 
 Keys come in steps of 64 (a page), ascending, within chunks of CHUNK keys whose states join in ascending order; a row gets the
-same bits from every launch. With WIDE, `wide_attention.py` takes the place of the plain prefill kernel for BF16 pages and head
-sizes 64 and 128.
+same bits from every launch. For head sizes 64 and 128, `wide_attention.py` takes the place of the plain prefill kernel over BF16
+pages, and `paged_attention.py` that of the plain decode kernel over e4m3 pages.
 
 Next: `attention_loop.py` for the definition.
 """
@@ -176,8 +176,6 @@ def decode(
     scales: tuple[Tensor, Tensor] | None,
     *,
     codes: ScaleKind | None = None,
-    stages: int = 0,
-    warps: int = 4,
 ) -> Tensor | Codes:
     """o [B, H, D] (or its codes, as in `prefill`): the last position of every sequence."""
     k_scale, v_scale = scales if scales is not None else (None, None)
@@ -191,8 +189,6 @@ def decode(
         v_scale,
         longest=index.longest,
         codes=codes,
-        stages=stages,
-        warps=warps,
     )
     return found[0] if codes is None else (found[0], found[1])
 
@@ -209,15 +205,12 @@ def _decode_rows(
     *,
     longest: int,
     codes: str | None,
-    stages: int,
-    warps: int,
 ) -> list[Tensor]:
     batch, heads, dim = q_BHD.shape
     kv_heads = k_pages.shape[1]
     found = _results(q_BHD, codes)
     out, out_scale, scaled = found[0], found[-1], k_scale is not None
     splits = triton.cdiv(longest, CHUNK)
-    stages = stages or _stages(kv_heads * batch * splits)
     k_scale, v_scale = (out, out) if k_scale is None or v_scale is None else (k_scale, v_scale)
     part = state = out
     if splits > 1:
@@ -269,8 +262,8 @@ def _decode_rows(
             scaled,
             codes is not None,
             codes == "pow2",
-            num_warps=warps,
-            num_stages=stages,
+            num_warps=4,
+            num_stages=5,
             launch_pdl=True,
         )
     if splits > 1:
@@ -295,13 +288,6 @@ def _decode_rows(
             launch_pdl=True,
         )
     return found
-
-
-def _stages(programs: int) -> int:
-    """Copies in flight of a decode program. Five keep the memory busiest, but then two programs fill a multiprocessor; with
-    three, four of them do, which is better where that makes one wave of what would be two."""
-    slots = 2 * torch.cuda.get_device_properties().multi_processor_count
-    return 3 if slots < programs <= 2 * slots else 5
 
 
 def _raw(pages: Tensor) -> Tensor:
