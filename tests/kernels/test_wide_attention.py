@@ -19,7 +19,6 @@ from lockstep.bench.checks_attention import decode, decode_rows, prefill
 from lockstep.bench.paged import Paged, in_pages, make_paged, random_queries
 from lockstep.bench.shapes import LENGTHS, AttentionShape
 from lockstep.kernels.attention_index import Run
-from lockstep.kernels.hopper import packed_index, packed_pages
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -99,6 +98,8 @@ def test_many_short_tiles(
 ) -> None:
     """Several small tiles a program, again and again, as a step of short samples has them: the stores of one tile are still on
     their way when the next one's queries are loaded, and those of the one after it copied."""
+    from lockstep.kernels.hopper import packed_index, packed_pages
+
     runs, rows = [], 0
     for prompt in (34, 41, 47, 53, 60) * 2:
         shared = shared_runs(prompt, (48,) * 7)
@@ -118,6 +119,22 @@ def test_many_short_tiles(
         found, _ = hopper.attention.prefill(q, *pages, index.prefill, scales, lse=True)
         differ += (found != expected).any()
     assert int(differ) == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=NAMES)
+def test_pages_of_codes(
+    shape: AttentionShape, hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reads a copy in BF16; where there are too many for one, the plain kernel reads the codes."""
+    paged = make_paged(LENGTHS, shape, fp8=True, device=CUDA)
+    queries = [min(n, 200) for n in LENGTHS]
+    q = random_queries(sum(queries), shape, CUDA)
+    expected, expected_lse = plain(monkeypatch, hopper, q, paged, queries, 128)
+    for most in (1 << 20, 1):
+        monkeypatch.setattr(hopper.attention, "WIDENED", most)
+        for block in (128, 64):
+            found, lse = prefill(q, paged, queries, block)
+            assert differing(found, expected) == 0 and differing(lse, expected_lse) == 0, (most, block)
 
 
 def test_decode_agrees(hopper: SimpleNamespace) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lockstep.bench.check import Check, Size, near, poisoned, same
 from lockstep.bench.shapes import AttentionShape, attentions, mlp_widths, norm_widths
+from lockstep.kernels.attention_form import PAGE
 from lockstep.kernels.reference import ReferenceKernels
 from lockstep.numerics.formats import E4M3, ScaleKind, row_groups
 from lockstep.numerics.quantize import quantize
 
-PAGE = 64
 SMALL_WIDTHS = (576, 130)
 EPS = 1e-6
 KINDS: tuple[ScaleKind, ...] = ("fp32", "pow2")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lockstep.bench.check import Check, Size, poisoned, same
+from lockstep.kernels.attention_form import PAGE
 
-PAGE = 64
 SPARE = 40
 STOPS = 3
 DEPTH = 4

@@ -232,6 +232,9 @@ def _attention(make: Maker, found: Tables) -> list[Call]:
             for longest in (70, 5000):
                 sizes = {"longest": longest, "codes": codes}
                 made.append(Call("decode_attention", (q[:2], *pages, lengths, pages_BP, *given), out, sizes))
+        if dtype == E4M3:
+            n = len(found.pages)
+            made.append(Call("widen_pages", (*pages, table), [dense(n, G, 64, D), dense(n, G, D, 64)]))
     walked = (make.listed(found.key_tiles, torch.int32), make.listed(found.query_tiles, torch.int32))
     order, begin = make.listed(found.order, torch.int64), make.listed(found.begin, torch.int64)
     for shared, scales in ((False, (None, None)), (True, (make.positive(G), make.positive(G)))):

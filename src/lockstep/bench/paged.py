@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from lockstep.bench.shapes import AttentionShape
+from lockstep.kernels.attention_form import PAGE
 from lockstep.numerics.formats import E4M3
 
 if TYPE_CHECKING:
     from lockstep.kernels.triton.attention import DecodeIndex, PrefillIndex
 
-PAGE = 64
 SPARE = 3
 """Pages that no sequence owns."""
 

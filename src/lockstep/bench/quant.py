@@ -33,11 +33,11 @@ from torch import Tensor
 from lockstep.bench.results import rounded
 from lockstep.bench.shapes import MODELS, AttentionShape, attentions, mlp_widths, norm_widths
 from lockstep.bench.timing import Call, Ceilings, events_ms, graph_ms
+from lockstep.kernels.attention_form import PAGE
 from lockstep.numerics.formats import BLOCK, E4M3
 
 ROWS = (64, 256, 4096, 16_384)
 GRAPH_ROWS = 256
-PAGE = 64
 Say = Callable[[str], None]
 
 

@@ -11,6 +11,11 @@ from torch import Tensor
 
 from lockstep.numerics.formats import ScaleKind
 
+PAGE = 64
+"""Tokens of a page on a GPU, and keys of a step of attention there: a part of the definition of its bits."""
+WIDENED = 1024
+"""Pages of e4m3 codes that a prefill on a GPU makes BF16 pages of, at most: 256 MiB for 8 heads of 128."""
+
 
 @dataclass(frozen=True)
 class AttentionForm:

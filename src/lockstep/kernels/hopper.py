@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.kernels import in_place, products
-from lockstep.kernels.attention_form import PLAIN, AttentionForm
+from lockstep.kernels.attention_form import PAGE, PLAIN, AttentionForm
 from lockstep.kernels.attention_index import Run
 from lockstep.kernels.attention_library import attention_grad
 from lockstep.kernels.gradient_index import GradientIndex, gradient_index
@@ -234,12 +234,12 @@ def packed_index(runs: Sequence[Run], group: int, device: torch.device | None) -
     block = 128 if sum(r.count for r in runs) > 64 * len(runs) else 64
     for run in runs:
         keys = run.position + run.count
-        pages = -(-keys // attention.PAGE)
+        pages = -(-keys // PAGE)
         for start in range(0, run.count, block):
             count = min(block, run.count - start)
             tiles.append((run.row + start, count, run.position + start, page))
         tables.append(torch.arange(page, page + pages, dtype=torch.int32))
-        slots.append(torch.arange(page * attention.PAGE, page * attention.PAGE + keys))
+        slots.append(torch.arange(page * PAGE, page * PAGE + keys))
         page += pages
         longest = max(longest, keys)
     tiles.sort(key=lambda t: -t[2])
@@ -259,9 +259,9 @@ def packed_pages(
     if k_SGD.dtype == E4M3:
         k_SGD, v_SGD = (x.float().bfloat16() for x in (k_SGD, v_SGD))
     shape = (index.pages, heads)
-    k_pages = k_SGD.new_empty(*shape, attention.PAGE, dim)
+    k_pages = k_SGD.new_empty(*shape, PAGE, dim)
     # A key that isn't there has p = 0, and 0 * value must be 0.
-    v_pages = v_SGD.new_zeros(*shape, dim, attention.PAGE)
+    v_pages = v_SGD.new_zeros(*shape, dim, PAGE)
     rope.write_pages(
         k_SGD.contiguous(), v_SGD.contiguous(), index.rows_W, index.slots_W, k_pages, v_pages, scales
     )

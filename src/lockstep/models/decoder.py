@@ -115,7 +115,8 @@ class Decoder(nn.Module):
         self.version = self.refreshes = 0
         self.checkpointing = self.save_fp8 = False
         self.deterministic = True
-        self.found: tuple[tuple[str, Working], ...] = ()
+        self.family: list[tuple[dict[str, nn.Module | None], list[nn.Module | None]]] = [({}, [None])]
+        self.found: list[tuple[str, Working]] = []
 
     @property
     def device(self) -> torch.device:
@@ -142,11 +143,12 @@ class Decoder(nn.Module):
         return self.model.norm(h_TK)  # type: ignore[no-any-return]
 
     def working(self) -> Iterator[tuple[str, Working]]:
-        """Every module with a working copy, by the name of its weight, in layer order. Looked up once: a publication asks for
-        them several times while nothing else happens."""
-        if not self.found:
-            modules = ((f"{path}.weight", module) for path, module in self.named_modules())
-            self.found = tuple((name, module) for name, module in modules if isinstance(module, Working))
+        """Every module with a working copy, by the name of its weight, in layer order. A publication asks for them several times,
+        so they are looked up again only when some module has other children than before."""
+        if not all(list(held.values()) == children for held, children in self.family):
+            modules = list(self.named_modules())
+            self.family = [(module._modules, list(module._modules.values())) for _, module in modules]
+            self.found = [(f"{path}.weight", m) for path, m in modules if isinstance(m, Working)]
         yield from self.found
 
     def refresh(self, version: int) -> list[Refreshed]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lockstep.kernels.attention_form import PAGE
 from lockstep.models.spec import ModelSpec
 from lockstep.numerics.flow import Flow
 from lockstep.numerics.formats import E4M3
 from lockstep.rollout.cache import PagedCache
 
-PAGE = 64
 MAX_STOPS = 8
 """Stop tokens of a row that the device looks for."""
 

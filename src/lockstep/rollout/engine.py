@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.errors import ConfigError, ContractError
+from lockstep.kernels.attention_form import PAGE
 from lockstep.models.decoder import Decoder
 from lockstep.nn.kv_scales import KVScales
 from lockstep.rollout.cache import PagedCache
-from lockstep.rollout.device_cache import MAX_STOPS, PAGE, DeviceCache
+from lockstep.rollout.device_cache import MAX_STOPS, DeviceCache
 from lockstep.rollout.noise import row_keys
 from lockstep.rollout.prefix_cache import PrefixCache, PrefixKey
 from lockstep.rollout.runner import Runner

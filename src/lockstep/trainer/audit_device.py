@@ -14,7 +14,7 @@ from itertools import chain, cycle, islice
 
 import torch
 
-from lockstep.rollout.device_cache import PAGE
+from lockstep.kernels.attention_form import PAGE
 from lockstep.rollout.engine import EmbeddedEngine
 from lockstep.rollout.spec import RolloutSpec
 from lockstep.rollout.types import Completion, Request, SamplingParams

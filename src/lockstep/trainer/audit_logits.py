@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lockstep.kernels.attention_form import PAGE
 from lockstep.models.decoder import Decoder
 from lockstep.nn.device_context import DevicePages
 from lockstep.nn.kv_scales import KVScales
-from lockstep.rollout.device_cache import PAGE, DeviceCache
+from lockstep.rollout.device_cache import DeviceCache
 from lockstep.rollout.runner import Runner
 from lockstep.rollout.scheduler import Work
 from lockstep.rollout.sequence import Group

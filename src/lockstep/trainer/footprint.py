@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lockstep.kernels.attention_form import PAGE, WIDENED
 from lockstep.models.spec import ModelSpec, expected_tensors
 from lockstep.nn.head import CHUNK, CHUNKS, LOGITS_BYTES
 from lockstep.numerics.flow import Flow, FlowPair
@@ -91,6 +92,10 @@ def parts(model: ModelSpec, flows: FlowPair, load: Load, keeping: Keeping) -> li
             Part("logits of a decode step", logits, update=False),
             Part("activations of a prefill chunk", prefill_bytes(model, load), update=False),
         ]
+        if keeping.fused and rollout.kv_fp8:
+            pages = min(WIDENED, -(-load.cache_tokens // PAGE))
+            copied = 2 * 2 * pages * PAGE * model.kv_size
+            found.append(Part("BF16 copies of FP8 pages for a prefill", copied, update=False))
     if keeping.fused:
         found.append(Part("CUDA context, graphs, workspaces (reserve)", RESERVE))
     return [part for part in found if part.nbytes]

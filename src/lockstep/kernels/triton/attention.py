@@ -2,8 +2,8 @@
 (decode).
 
 Keys come in steps of 64 (a page), ascending, within chunks of CHUNK keys whose states join in ascending order; a row gets the
-same bits from every launch. For head sizes 64 and 128, `wide_attention.py` takes the place of the plain prefill kernel over BF16
-pages, and `paged_attention.py` that of the plain decode kernel over e4m3 pages.
+same bits from every launch. For head sizes 64 and 128, `wide_attention.py` takes the place of the plain prefill kernel, and
+`paged_attention.py` that of the plain decode kernel over e4m3 pages. The former reads BF16 pages; of e4m3 ones it gets a copy.
 
 Next: `attention_loop.py` for the definition.
 """
@@ -17,15 +17,16 @@ import torch
 import triton
 from torch import Tensor
 
+from lockstep.kernels.attention_form import PAGE, WIDENED
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton import paged_attention, wide_attention
 from lockstep.kernels.triton.attention_loop import decode_kernel, join_kernel, prefill_kernel
 from lockstep.kernels.triton.quantize import empty_codes
+from lockstep.kernels.triton.widen import widen_pages
 from lockstep.numerics.formats import ScaleKind
 
 Codes = tuple[Tensor, Tensor]
 """e4m3 codes and their scales."""
-PAGE = 64
 CHUNK = 2048
 """Keys of one chunk: a part of the definition, since it fixes where states are joined."""
 WIDE = True
@@ -108,6 +109,14 @@ def _prefill_rows(
     out, out_scale, lse_TH = found[0], found[0] if codes is None else found[1], found[-1]
     scales = (out, out) if k_scale is None or v_scale is None else (k_scale, v_scale)
     scaled = k_scale is not None
+    if (
+        WIDE
+        and k_pages.element_size() == 1
+        and len(table) <= WIDENED
+        and wide_attention.shapes(q_THD, kv_heads, block)
+    ):
+        k_pages, v_pages = widen_pages(k_pages, v_pages, table)
+        table = torch.arange(len(table), dtype=torch.int32, device=table.device)
     if rows and WIDE and wide_attention.takes(q_THD, k_pages, block):
         wide_attention.launch(
             q_THD,

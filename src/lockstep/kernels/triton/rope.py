@@ -18,7 +18,6 @@ from torch import Tensor
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import E4M3_MAX, after_previous, place_of
 
-PAGE = 64
 HEADS = 8
 """Heads of one kind that a program takes."""
 

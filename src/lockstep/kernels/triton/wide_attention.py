@@ -34,7 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-PAGE = gl.constexpr(64)
+from lockstep.kernels import attention_form as form
+
+PAGE = gl.constexpr(form.PAGE)
 EMPTY = gl.constexpr(-1e30)
 GROUPS = gl.constexpr(2)
 """Warpgroups that compute. Three of them have too few registers each: their states spill."""
@@ -415,10 +417,14 @@ PLAN = Plan()
 
 
 def takes(q_THD: Tensor, k_pages: Tensor, block: int) -> bool:
-    """Whether these shapes can be launched: BF16, heads of 64 or 128, and no idle warpgroup in every program."""
+    """Whether this can be launched: BF16, and `shapes`."""
+    return q_THD.dtype == k_pages.dtype == torch.bfloat16 and shapes(q_THD, k_pages.shape[1], block)
+
+
+def shapes(q_THD: Tensor, kv_heads: int, block: int) -> bool:
+    """Whether heads are of 64 or 128, and no warpgroup is idle in every program."""
     _, heads, dim = q_THD.shape
-    plain = q_THD.dtype == k_pages.dtype == torch.bfloat16
-    return plain and dim in (64, 128) and (block == 128 or (block == 64 and heads > k_pages.shape[1]))
+    return dim in (64, 128) and (block == 128 or (block == 64 and heads > kv_heads))
 
 
 def launch(
