@@ -78,14 +78,14 @@ def codes(*shape: int) -> torch.Tensor:
 
 
 def test_narrow_products(compiled: list[tuple[str, Any]], tmp_path: Path) -> None:
-    from lockstep.kernels.products import FEW_ROWS, NARROW
+    from lockstep.kernels.products import FEW_ROWS, NARROW_FP8
     from lockstep.kernels.triton.narrow_bf16 import narrow_bf16_matmul
     from lockstep.kernels.triton.narrow_gemm import fits, narrow_matmul
     from lockstep.kernels.triton.quantize import empty_codes
 
     for rows in FEW_ROWS:
         x, scale = empty_codes(rows, 1152, torch.device("cpu"))
-        for form in NARROW:
+        for form in NARROW_FP8:
             if fits(rows, **form):
                 narrow_matmul(x, scale, codes(1024, 1152), torch.ones(8, 9), **form)
         plain = torch.zeros(rows, 1152, dtype=torch.bfloat16)

@@ -3,9 +3,10 @@
     y_TN = sum over blocks of 128 along K, ascending: (w codes x codes^T) * (x scale * w scale), FP32, rounded once
 
 The weight is the left operand: 64 of its rows fill the warpgroup instruction, and the tokens are its columns, so nothing is
-padded to 64 tokens. A program owns tiles of weight rows for all of K, since the FP32 additions must keep their order; what keeps
-the memory busy is a ring of bulk copies several blocks ahead, which goes on into the next tile while this one is stored. The
-product of the next block is issued before the last one is added, so that additions hide behind the tensor cores.
+padded to 64 tokens. Where that makes fewer tiles than there are processors, tiles are smaller and tokens are the left operand. A
+program owns tiles of weight rows for all of K, since the FP32 additions must keep their order; what keeps the memory busy is a
+ring of bulk copies several blocks ahead, which goes on into the next tile while this one is stored. The product of the next
+block is issued before the last one is added, so that additions hide behind the tensor cores.
 
 The instruction and the order are those of `gemm.py` and of the library, hence the bits; `../hopper.py` proves it on the spot for
 every weight shape and batch size class before this kernel is used.
@@ -32,6 +33,8 @@ UNROLL = gl.constexpr(4)
 """Blocks of one round of the loop; even."""
 MOST_ROWS = 256
 """Beyond, the library's larger tiles win."""
+SHARED_REGISTERS = 128
+"""Of a thread where two programs share a processor."""
 
 
 @gluon.jit
@@ -88,18 +91,22 @@ def _arrived(ready, at, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _issue(w_ring, x_ring, registers, at, STAGES: gl.constexpr):
+def _issue(w_ring, x_ring, registers, at, STAGES: gl.constexpr, LEFT: gl.constexpr):
     """Starts the product of a block that has arrived, into registers whose content is of no more use."""
-    stage = at % STAGES
-    return warpgroup_mma(
-        w_ring.index(stage), x_ring.index(stage).permute((1, 0)), registers, use_acc=False, is_async=True
-    )
+    w, x = w_ring.index(at % STAGES), x_ring.index(at % STAGES)
+    if LEFT:
+        found = warpgroup_mma(x, w.permute((1, 0)), registers, use_acc=False, is_async=True)
+    else:
+        found = warpgroup_mma(w, x.permute((1, 0)), registers, use_acc=False, is_async=True)
+    return found
 
 
 @gluon.jit
-def _scale(s_ring, at, ws_ptr, BM: gl.constexpr, STAGES: gl.constexpr, column: gl.constexpr):
-    """Token scales of a block times the weight's, as a row."""
-    return gl.expand_dims(s_ring.index(at % STAGES).reshape([BM]).load(column) * gl.load(ws_ptr), 0)
+def _scale(
+    s_ring, at, ws_ptr, BM: gl.constexpr, STAGES: gl.constexpr, tokens: gl.constexpr, AXIS: gl.constexpr
+):
+    """Token scales of a block times the weight's, along the other axis than AXIS."""
+    return gl.expand_dims(s_ring.index(at % STAGES).reshape([BM]).load(tokens) * gl.load(ws_ptr), AXIS)
 
 
 @gluon.jit
@@ -130,39 +137,44 @@ def _multiply(
     A slot is given back behind a branch, so that scales read from it are in registers: a load may wait behind the stores of the
     tile before, longer than the next copy takes to land, and a barrier doesn't wait for it (`tests/kernels/test_slots.py`).
     """
+    LEFT: gl.constexpr = BN < 64
+    AXIS: gl.constexpr = 1 if LEFT else 0
+    ROWS: gl.constexpr = BM if LEFT else BN
+    COLUMNS: gl.constexpr = BN if LEFT else BM
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 32]
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, COLUMNS, 32]
     )
-    column: gl.constexpr = gl.SliceLayout(0, layout)
-    even = gl.zeros([BN, BM], gl.float32, layout)
-    odd = gl.zeros([BN, BM], gl.float32, layout)
+    tokens: gl.constexpr = gl.SliceLayout(AXIS, layout)
+    outputs: gl.constexpr = gl.SliceLayout(1 - AXIS, layout)
+    even = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    odd = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     whole = count // UNROLL * UNROLL
     base = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         n0, m0 = tile // tiles_m * BN, tile % tiles_m * BM
         ws = ws_ptr + (n0 // 128) * ws_n
-        acc = gl.zeros([BN, BM], gl.float32, layout)
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         for start in range(0, whole, UNROLL):
             first = base + start
             _arrived(ready, first, STAGES)
-            even = _issue(w_ring, x_ring, even, first, STAGES)
+            even = _issue(w_ring, x_ring, even, first, STAGES, LEFT)
             for u in gl.static_range(1, UNROLL):
                 at = first + u
                 _arrived(ready, at, STAGES)
                 if u > 1:
                     mbarrier.arrive(free.index((at - 2) % STAGES), count=1)
                 if u % 2 == 1:
-                    odd = _issue(w_ring, x_ring, odd, at, STAGES)
-                    scale = _scale(s_ring, at - 1, ws + start + u - 1, BM, STAGES, column)
+                    odd = _issue(w_ring, x_ring, odd, at, STAGES, LEFT)
+                    scale = _scale(s_ring, at - 1, ws + start + u - 1, BM, STAGES, tokens, AXIS)
                     even = warpgroup_mma_wait(num_outstanding=1, deps=(even,))
                     acc += even * scale
                 else:
-                    even = _issue(w_ring, x_ring, even, at, STAGES)
-                    scale = _scale(s_ring, at - 1, ws + start + u - 1, BM, STAGES, column)
+                    even = _issue(w_ring, x_ring, even, at, STAGES, LEFT)
+                    scale = _scale(s_ring, at - 1, ws + start + u - 1, BM, STAGES, tokens, AXIS)
                     odd = warpgroup_mma_wait(num_outstanding=1, deps=(odd,))
                     acc += odd * scale
             last = first + UNROLL - 1
-            scale = _scale(s_ring, last, ws + start + UNROLL - 1, BM, STAGES, column)
+            scale = _scale(s_ring, last, ws + start + UNROLL - 1, BM, STAGES, tokens, AXIS)
             odd = warpgroup_mma_wait(num_outstanding=0, deps=(odd,))
             acc += odd * scale
             _arrived(ready, last, STAGES)
@@ -171,17 +183,16 @@ def _multiply(
         for k in range(whole, count):
             at = base + k
             _arrived(ready, at, STAGES)
-            even = _issue(w_ring, x_ring, even, at, STAGES)
-            scale = _scale(s_ring, at, ws + k, BM, STAGES, column)
+            even = _issue(w_ring, x_ring, even, at, STAGES, LEFT)
+            scale = _scale(s_ring, at, ws + k, BM, STAGES, tokens, AXIS)
             even = warpgroup_mma_wait(num_outstanding=0, deps=(even,))
             acc += even * scale
             _arrived(ready, at, STAGES)
             mbarrier.arrive(free.index(at % STAGES), count=1)
         base += count
-        m = m0 + gl.arange(0, BM, layout=column)
-        n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
-        out = y_ptr + gl.expand_dims(m, 0) * N + gl.expand_dims(n, 1)
-        gl.store(out, acc.to(gl.bfloat16), mask=gl.expand_dims(m, 0) < M)
+        m = gl.expand_dims(m0 + gl.arange(0, BM, layout=tokens), AXIS)
+        n = gl.expand_dims(n0 + gl.arange(0, BN, layout=outputs), 1 - AXIS)
+        gl.store(y_ptr + m * N + n, acc.to(gl.bfloat16), mask=m < M)
 
 
 @gluon.jit
@@ -265,10 +276,17 @@ def shape_of(rows: int) -> int:
     return 32 if rows <= 32 else 64 if rows <= 64 else 128
 
 
-def fits(rows: int, *, tile: int = 64, stages: int = 6, tokens: int = 0) -> bool:
-    """Whether the ring of this form has room in a multiprocessor's shared memory (227 KiB, some for barriers)."""
-    bm = tokens or shape_of(rows)
-    return stages * ((tile + bm) * 128 + bm * 4) <= 225 * 1024
+def tokens_of(rows: int, tile: int, tokens: int = 0) -> int:
+    """Tokens of a tile of this form. As the left operand they are 64."""
+    return 64 if tile < 64 else tokens or shape_of(rows)
+
+
+def fits(rows: int, *, tile: int = 64, stages: int = 6, tokens: int = 0, programs: int = 1) -> bool:
+    """Whether the rings of this form have room in a multiprocessor's shared memory (227 KiB, some for barriers), and sums in its
+    registers."""
+    bm = tokens_of(rows, tile, tokens)
+    room = programs * stages * ((tile + bm) * 128 + bm * 4) <= 225 * 1024
+    return room and (programs == 1 or bm * tile <= 4096) and (tile >= 64 or rows <= 64)
 
 
 def narrow_matmul(
@@ -280,16 +298,22 @@ def narrow_matmul(
     tile: int = 64,
     stages: int = 6,
     tokens: int = 0,
+    programs: int = 1,
 ) -> Tensor:
-    """Block-scaled x w^T [M, N] BF16 for M <= MOST_ROWS. x_scale [M, K / 128]: unit stride along M; N, K: multiples of 128."""
+    """Block-scaled x w^T [M, N] BF16 for M <= MOST_ROWS. x_scale [M, K / 128]: unit stride along M; N, K: multiples of 128.
+
+    tile: weight rows of a tile; fewer than 64, and tokens are the left operand. programs: on each processor.
+    """
     rows, depth = x_codes_MK.shape
     columns = w_codes_NK.shape[0]
-    bm = tokens or shape_of(rows)
+    bm = tokens_of(rows, tile, tokens)
     y = torch.empty(rows, columns, dtype=torch.bfloat16, device=x_codes_MK.device)
     scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     tiles_m = triton.cdiv(rows, bm)
     tiles = columns // tile * tiles_m
-    _narrow[(min(tiles, torch.cuda.get_device_properties().multi_processor_count),)](
+    warps = (bm if tile < 64 else tile) // 16
+    most = programs * torch.cuda.get_device_properties().multi_processor_count
+    _narrow[(min(tiles, most),)](
         _descriptor(w_codes_NK, tile),
         _descriptor(x_codes_MK, bm),
         TensorDescriptor.from_tensor(x_scale.t(), [1, bm], scale_layout),
@@ -304,8 +328,9 @@ def narrow_matmul(
         tile,
         bm,
         stages,
-        tile // 16,
-        num_warps=tile // 16,
+        warps,
+        num_warps=warps,
+        maxnreg=None if programs == 1 else SHARED_REGISTERS,
         launch_pdl=True,
     )
     return y
