@@ -41,6 +41,7 @@ def test_the_choice_keeps_the_bits(hopper: SimpleNamespace) -> None:
 
     products = Products()
     x, w = (torch.randn(n, 4096, device="cuda").bfloat16() for n in (300, 4096))
-    expected = hopper.gemm.bf16_matmul(x, w)
-    for rows in (1, 17, 64, 130, 256, 300):
-        assert torch.equal(products.plain(x[:rows], w), expected[:rows])
+    for dtype in (torch.bfloat16, torch.float32):
+        expected = hopper.gemm.bf16_matmul(x, w, dtype=dtype)
+        for rows in (1, 17, 64, 130, 256, 300):
+            assert torch.equal(products.plain(x[:rows], w, dtype), expected[:rows])

@@ -179,6 +179,7 @@ def _products(make: Maker) -> list[Call]:
     return [
         *made,
         Call("bf16_product", (x, weight_NK), [dense(T, 330)]),
+        Call("bf16_product", (x, weight_NK), [dense(T, 330, dtype=FP32)], {"dtype": FP32}),
         Call("fp8_linear", ragged, [dense(T, 330)]),
         Call("bf16_linear", (x, weight_NK), [dense(T, 330)]),
         Call("bf16_linear", (x, weight_NK), [dense(T, 330, dtype=FP32)], {"dtype": FP32}),

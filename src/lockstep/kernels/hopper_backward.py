@@ -23,12 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.kernels import products
 from lockstep.kernels.fused import Norms, Rows, Scales
 from lockstep.kernels.library import library_scale, scaled_mm, scaled_mm_columns, takes_columns
 from lockstep.kernels.reference import PackedWeight, ReferenceKernels
 from lockstep.kernels.triton import columns as _columns
 from lockstep.kernels.triton import (
-    gemm,
     head,
     head_backward,
     kv,
@@ -162,7 +162,7 @@ class HopperGradients(ReferenceKernels):
     def raw_logits(self, h_TK: Tensor, head_weight: PackedWeight) -> Tensor:
         """[T, V] FP32."""
         assert head_weight.plain is not None
-        return gemm.bf16_matmul(h_TK, head_weight.plain, dtype=torch.float32)
+        return products.bf16_product(h_TK, head_weight.plain, dtype=torch.float32)
 
     def score(
         self, h_CK: Tensor, head_weight: PackedWeight, targets_C: Tensor, temperature_C: Tensor

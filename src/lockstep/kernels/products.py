@@ -55,7 +55,7 @@ class Products:
     def __init__(self) -> None:
         self._library: dict[torch.Size, bool] = {}
         self._narrow: dict[tuple[torch.Size, int], Form | None] = {}
-        self._plain: dict[tuple[torch.Size, int], Form | None] = {}
+        self._plain: dict[tuple[torch.Size, int, torch.dtype], Form | None] = {}
 
     def linear(
         self,
@@ -117,26 +117,26 @@ class Products:
             self._narrow[key] = self._fastest(size, NARROW_FP8, library, narrow)
         return self._narrow[key]
 
-    def plain(self, x_TK: Tensor, w_NK: Tensor) -> Tensor:
-        """x w^T of BF16 rows and a BF16 weight, rounded once to BF16, [T, N]: the Triton kernel or, for few rows, a form of the
-        narrow one that is faster and has its bits."""
-        form = self._plain_choice(w_NK, len(x_TK)) if narrow_bf16.takes(x_TK, w_NK) else None
+    def plain(self, x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """x w^T of BF16 rows and a BF16 weight, rounded once to `dtype`, [T, N]: the Triton kernel or, for few rows, a form of
+        the narrow one that is faster and has its bits."""
+        form = self._plain_choice(w_NK, len(x_TK), dtype) if narrow_bf16.takes(x_TK, w_NK) else None
         if form is None:
-            return gemm.bf16_matmul(x_TK, w_NK)
-        return narrow_bf16.narrow_bf16_matmul(x_TK, w_NK, **form)
+            return gemm.bf16_matmul(x_TK, w_NK, dtype=dtype)
+        return narrow_bf16.narrow_bf16_matmul(x_TK, w_NK, dtype=dtype, **form)
 
-    def _plain_choice(self, w_NK: Tensor, count: int) -> Form | None:
+    def _plain_choice(self, w_NK: Tensor, count: int, dtype: torch.dtype) -> Form | None:
         size = _size_class(count)
         if size is None:
             return None
-        key = (w_NK.shape, size)
+        key = (w_NK.shape, size, dtype)
         if key not in self._plain:
             x = _random(size, w_NK, seed=size)
             self._plain[key] = self._fastest(
                 size,
                 NARROW,
-                lambda: gemm.bf16_matmul(x, w_NK),
-                lambda n, form: narrow_bf16.narrow_bf16_matmul(x[:n], w_NK, **form),
+                lambda: gemm.bf16_matmul(x, w_NK, dtype=dtype),
+                lambda n, form: narrow_bf16.narrow_bf16_matmul(x[:n], w_NK, dtype=dtype, **form),
             )
         return self._plain[key]
 
@@ -166,12 +166,11 @@ PRODUCTS = Products()
 """Of this process."""
 
 
-def _product(x_codes_TK: Tensor, w_codes_NK: Tensor) -> Tensor:
-    shape = (x_codes_TK.shape[0], w_codes_NK.shape[0])
-    return torch.empty(shape, dtype=torch.bfloat16, device=x_codes_TK.device)
+def _product(x_codes_TK: Tensor, w_codes_NK: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(x_codes_TK.shape[0], w_codes_NK.shape[0], dtype=dtype, device=x_codes_TK.device)
 
 
-@operation("fp8_linear", fake=_product)
+@operation("fp8_linear", fake=lambda x_codes_TK, w_codes_NK: _product(x_codes_TK, w_codes_NK))
 def fp8_linear(
     x_codes_TK: Tensor,
     x_scale: Tensor,
@@ -184,10 +183,10 @@ def fp8_linear(
     return PRODUCTS.linear(x_codes_TK, x_scale, w_codes_NK, w_scale, library_scale, w_group)
 
 
-@operation("bf16_product", fake=lambda x_TK, w_NK: _product(x_TK, w_NK))
-def bf16_product(x_TK: Tensor, w_NK: Tensor) -> Tensor:
+@operation("bf16_product", fake=lambda x_TK, w_NK, dtype: _product(x_TK, w_NK, dtype))
+def bf16_product(x_TK: Tensor, w_NK: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """See `Products.plain`."""
-    return PRODUCTS.plain(x_TK, w_NK)
+    return PRODUCTS.plain(x_TK, w_NK, dtype)
 
 
 def _size_class(count: int) -> int | None:

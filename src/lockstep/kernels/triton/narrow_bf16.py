@@ -155,13 +155,19 @@ def _narrow_bf16(
 
 
 def narrow_bf16_matmul(
-    x_MK: Tensor, w_NK: Tensor, *, tile: int = 64, stages: int = 9, tokens: int = 0
+    x_MK: Tensor,
+    w_NK: Tensor,
+    *,
+    tile: int = 64,
+    stages: int = 9,
+    tokens: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x w^T [M, N] BF16 for few rows. Both operands contiguous, their starts and rows aligned to 16 bytes."""
+    """x w^T [M, N] in `dtype` for few rows. Both operands contiguous, their starts and rows aligned to 16 bytes."""
     rows, depth = x_MK.shape
     columns = w_NK.shape[0]
     bm = tokens or shape_of(rows)
-    y = torch.empty(rows, columns, dtype=torch.bfloat16, device=x_MK.device)
+    y = torch.empty(rows, columns, dtype=dtype, device=x_MK.device)
     tiles_m = triton.cdiv(rows, bm)
     tiles = triton.cdiv(columns, tile) * tiles_m
     _narrow_bf16[(min(tiles, torch.cuda.get_device_properties().multi_processor_count),)](
