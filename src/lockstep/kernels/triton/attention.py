@@ -14,7 +14,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from lockstep.kernels.attention_form import PAGE, WIDENED
@@ -22,6 +21,7 @@ from lockstep.kernels.operation import operation
 from lockstep.kernels.triton import paged_attention, wide_attention
 from lockstep.kernels.triton.attention_loop import decode_kernel, join_kernel, prefill_kernel
 from lockstep.kernels.triton.quantize import empty_codes
+from lockstep.kernels.triton.sizes import cdiv, power_of_2
 from lockstep.kernels.triton.widen import widen_pages
 from lockstep.numerics.formats import ScaleKind
 
@@ -153,7 +153,7 @@ def _prefill_rows(
             heads,
             kv_heads,
             dim,
-            triton.next_power_of_2(dim),
+            power_of_2(dim),
             block,
             longest > CHUNK,
             CHUNK // PAGE,
@@ -219,13 +219,13 @@ def _decode_rows(
     kv_heads = k_pages.shape[1]
     found = _results(q_BHD, codes)
     out, out_scale, scaled = found[0], found[-1], k_scale is not None
-    splits = triton.cdiv(longest, CHUNK)
+    splits = cdiv(longest, CHUNK)
     k_scale, v_scale = (out, out) if k_scale is None or v_scale is None else (k_scale, v_scale)
     part = state = out
     if splits > 1:
         part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=out.device)
         state = torch.empty(batch * heads * splits, 2, dtype=torch.float32, device=out.device)
-    dim_p = triton.next_power_of_2(dim)
+    dim_p = power_of_2(dim)
     if PAGED and paged_attention.takes(q_BHD, k_pages):
         paged_attention.launch(
             q_BHD,
@@ -265,7 +265,7 @@ def _decode_rows(
             kv_heads,
             dim,
             dim_p,
-            max(16, triton.next_power_of_2(heads // kv_heads)),
+            max(16, power_of_2(heads // kv_heads)),
             CHUNK // PAGE,
             splits > 1,
             scaled,

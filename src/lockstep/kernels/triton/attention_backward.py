@@ -30,6 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lockstep.kernels.gradient_index import KEY_TILE, QUERY_TILE, GradientIndex
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.attention import LOG2E
+from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 STEP = 64
 """Rows of a step: queries in the keys pass, keys in the queries pass."""
@@ -274,7 +275,7 @@ def _two_passes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """whole: every query belongs to a tile, else the rows between get zero."""
     _, heads, dim = q_THD.shape
-    kv_heads, width = k_WGD.shape[1], triton.next_power_of_2(dim)
+    kv_heads, width = k_WGD.shape[1], power_of_2(dim)
     assert dim % 8 == 0 and dim <= 128, "see attention_library.choose"
     device, spaced, scaled = q_THD.device, spaced_rows, k_scale is not None
     delta_HP = torch.zeros(heads, spaced, device=device)
@@ -333,7 +334,7 @@ def _sum_rows(
     """known: key rows that the index speaks of."""
     dk, dv = _sums(dk_WGD, rows, dtype)
     width = dk_WGD.shape[1] * dk_WGD.shape[2]
-    _sum_pass[(rows, triton.cdiv(width, SUM_COLUMNS))](
+    _sum_pass[(rows, cdiv(width, SUM_COLUMNS))](
         dk_WGD, dv_WGD, dk, dv, order_W, begin_S1, known, width, SUM_COLUMNS, num_warps=4
     )
     return dk, dv

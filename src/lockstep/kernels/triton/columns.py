@@ -32,7 +32,6 @@ Next: `swiglu_backward.py`, which makes both forms of what it computes.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.experimental.gluon.language as gl
 import triton.language as tl
 from torch import Tensor
@@ -40,6 +39,7 @@ from triton.experimental import gluon
 
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.quantize import empty_codes, quantize_rows
+from lockstep.kernels.triton.sizes import cdiv
 from lockstep.numerics.formats import BLOCK, E4M3
 
 Codes = tuple[Tensor, Tensor]
@@ -294,7 +294,7 @@ def _launch(
     if tokens == 0 or width == 0:
         return
     codes, scale = rows if rows is not None else columns
-    _both[(triton.cdiv(width, BLOCK), triton.cdiv(tokens, BLOCK))](
+    _both[(cdiv(width, BLOCK), cdiv(tokens, BLOCK))](
         x_TN,
         codes,
         scale,

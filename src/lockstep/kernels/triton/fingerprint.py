@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.triton.sizes import cdiv
 from lockstep.kernels.triton.tables import FIELDS, FOUND, SHARDS, Table
 from lockstep.numerics.fingerprint import TILE, Fingerprint
 
@@ -125,8 +126,8 @@ def fingerprints(held: Sequence[tuple[Tensor, Tensor | None]]) -> list[Fingerpri
         kept.append((value, scale))
         nbytes = value.numel() * value.element_size()
         # Without scales the tiles are those of a matrix with 128 bytes a row.
-        rows, width = (triton.cdiv(nbytes, TILE), TILE) if scale is None else tuple(value.shape)
-        tiles = triton.cdiv(rows, TILE), triton.cdiv(width, TILE)
+        rows, width = (cdiv(nbytes, TILE), TILE) if scale is None else tuple(value.shape)
+        tiles = cdiv(rows, TILE), cdiv(width, TILE)
         if scale is not None and scale.shape != tiles:
             raise ValueError(f"scales of shape {tuple(scale.shape)}, one a tile would be {tiles}")
         whole = width % 4 == nbytes % 4 == value.data_ptr() % 4 == 0

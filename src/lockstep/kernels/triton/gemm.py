@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import operands_arrived
+from lockstep.kernels.triton.sizes import cdiv
 
 
 @triton.jit
@@ -109,7 +110,7 @@ def fp8_matmul(
         return y
     swap = rows <= 32
     bm, bn = (16 if rows <= 16 else 32, 64) if swap else (64, 64) if rows <= 128 else (128, 128)
-    grid = (triton.cdiv(rows, bm) * triton.cdiv(columns, bn),)
+    grid = (cdiv(rows, bm) * cdiv(columns, bn),)
     _fp8[grid](
         x_codes_TK,
         w_codes_NK,
@@ -183,7 +184,7 @@ def bf16_matmul(x_TK: Tensor, w_NK: Tensor, *, dtype: torch.dtype = torch.bfloat
     if rows == 0:
         return y
     bm, bn, warps = (64, 128, 4) if rows <= 64 else (128, 128, 8) if rows <= 512 else (128, 256, 8)
-    grid = (triton.cdiv(rows, bm) * triton.cdiv(columns, bn),)
+    grid = (cdiv(rows, bm) * cdiv(columns, bn),)
     _bf16[grid](
         x_TK,
         w_NK,

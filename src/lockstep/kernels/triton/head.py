@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.operation import operation
+from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 SEGMENT = 4096
 
@@ -58,12 +59,12 @@ def log_normalizer(logits_TV: Tensor, temperature_T: Tensor) -> Tensor:
     rows, vocabulary = logits_TV.shape
     out = _row_numbers(logits_TV)
     if rows:
-        segments = triton.cdiv(vocabulary, SEGMENT)
+        segments = cdiv(vocabulary, SEGMENT)
         part = torch.empty(rows, segments, 2, dtype=torch.float32, device=logits_TV.device)
         _segments[(rows, segments)](
             logits_TV, temperature_T, part, vocabulary, segments, SEGMENT, num_warps=8
         )
-        _normalizer[(rows,)](part, out, segments, triton.next_power_of_2(segments), num_warps=1)
+        _normalizer[(rows,)](part, out, segments, power_of_2(segments), num_warps=1)
     return out
 
 
@@ -85,7 +86,7 @@ def target_log_prob(
     rows, vocabulary = logits_TV.shape
     out = _row_numbers(logits_TV)
     if rows:
-        _target[(triton.cdiv(rows, 128),)](
+        _target[(cdiv(rows, 128),)](
             logits_TV, temperature_T, normalizer_T, targets_T, out, rows, vocabulary, 128, num_warps=4
         )
     return out
@@ -148,7 +149,7 @@ def sample(logits_RV: Tensor, temperature_R: Tensor, state_R: Tensor, position_R
     state_R: int64, the generator's state after (seed, step, prompt, sample); position_R: int64 number of the drawn token.
     """
     rows, vocabulary = logits_RV.shape
-    segments = triton.cdiv(vocabulary, SEGMENT)
+    segments = cdiv(vocabulary, SEGMENT)
     part = torch.empty(rows, segments, dtype=torch.float32, device=logits_RV.device)
     index = torch.empty(rows, segments, dtype=torch.int32, device=logits_RV.device)
     tokens = _tokens(logits_RV)
@@ -165,5 +166,5 @@ def sample(logits_RV: Tensor, temperature_R: Tensor, state_R: Tensor, position_R
             SEGMENT,
             num_warps=8,
         )
-        _best[(rows,)](part, index, tokens, segments, triton.next_power_of_2(segments), num_warps=1)
+        _best[(rows,)](part, index, tokens, segments, power_of_2(segments), num_warps=1)
     return tokens

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.head import SEGMENT
+from lockstep.kernels.triton.sizes import cdiv
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def logits_grad(
     """Writes d [C, V] BF16 of raw FP32 logits. grad_C, grad_entropy_C: FP32, of log-probabilities and of entropies."""
     rows, vocabulary = logits_CV.shape
     if rows:
-        _logits_grad[(rows, triton.cdiv(vocabulary, SEGMENT))](
+        _logits_grad[(rows, cdiv(vocabulary, SEGMENT))](
             logits_CV,
             out_CV,
             temperature_C,

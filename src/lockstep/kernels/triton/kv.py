@@ -13,6 +13,7 @@ from torch import Tensor
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import E4M3_MAX
 from lockstep.kernels.triton.rope import fixed_codes
+from lockstep.kernels.triton.sizes import cdiv, power_of_2
 from lockstep.numerics.formats import E4M3
 
 ELEMENTS = 8192
@@ -81,10 +82,10 @@ def _gather(
 ) -> None:
     rows, heads, dim = k_TGD.shape
     assert k_TGD.is_contiguous() and v_TGD.is_contiguous() and maxima_2G.stride(1) == 1
-    dim_p = triton.next_power_of_2(dim)
+    dim_p = power_of_2(dim)
     step = max(ELEMENTS // dim_p, 16)
     if rows:
-        _watch[(triton.cdiv(rows, step), heads, 2)](
+        _watch[(cdiv(rows, step), heads, 2)](
             k_TGD,
             v_TGD,
             k_scale if k_scale is not None else maxima_2G,
@@ -122,7 +123,7 @@ def kv_codes(x_SGD: Tensor, scale_G: Tensor) -> Tensor:
     x_SGD = x_SGD.contiguous()
     out = _empty_codes(x_SGD)
     if x_SGD.numel():
-        _codes[(triton.cdiv(x_SGD.numel(), 4096),)](
+        _codes[(cdiv(x_SGD.numel(), 4096),)](
             x_SGD, out, scale_G, x_SGD.numel(), heads, dim, 4096, num_warps=8
         )
     return out

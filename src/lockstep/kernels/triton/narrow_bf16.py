@@ -10,7 +10,6 @@ all of K. Its order is that of `gemm.bf16_matmul`, hence the bits; `../hopper.py
 from __future__ import annotations
 
 import torch
-import triton
 import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental import gluon
@@ -25,6 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.triton.narrow_gemm import shape_of
+from lockstep.kernels.triton.sizes import cdiv
 
 STEP = 64
 """Elements along K of one copy: 128 bytes."""
@@ -168,15 +168,15 @@ def narrow_bf16_matmul(
     columns = w_NK.shape[0]
     bm = tokens or shape_of(rows)
     y = torch.empty(rows, columns, dtype=dtype, device=x_MK.device)
-    tiles_m = triton.cdiv(rows, bm)
-    tiles = triton.cdiv(columns, tile) * tiles_m
+    tiles_m = cdiv(rows, bm)
+    tiles = cdiv(columns, tile) * tiles_m
     _narrow_bf16[(min(tiles, torch.cuda.get_device_properties().multi_processor_count),)](
         _descriptor(w_NK, tile),
         _descriptor(x_MK, bm),
         y,
         rows,
         columns,
-        triton.cdiv(depth, STEP),
+        cdiv(depth, STEP),
         tiles,
         tiles_m,
         tile,

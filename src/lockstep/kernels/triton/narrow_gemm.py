@@ -15,7 +15,6 @@ every weight shape and batch size class before this kernel is used.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lockstep.kernels.triton.sizes import cdiv
 
 UNROLL = gl.constexpr(4)
 """Blocks of one round of the loop; even."""
@@ -309,7 +310,7 @@ def narrow_matmul(
     bm = tokens_of(rows, tile, tokens)
     y = torch.empty(rows, columns, dtype=torch.bfloat16, device=x_codes_MK.device)
     scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    tiles_m = triton.cdiv(rows, bm)
+    tiles_m = cdiv(rows, bm)
     tiles = columns // tile * tiles_m
     warps = (bm if tile < 64 else tile) // 16
     most = programs * torch.cuda.get_device_properties().multi_processor_count

@@ -13,6 +13,7 @@ from torch import Tensor
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import after_previous
 from lockstep.kernels.triton.quantize import empty_codes, store_row_codes
+from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 
 @triton.jit
@@ -80,11 +81,11 @@ def _add_norm(
     x_TK: Tensor, weight_K: Tensor, eps: float, delta_TK: Tensor | None, *, fp8: bool, pow2: bool
 ) -> list[Tensor]:
     rows, columns = x_TK.shape
-    groups = triton.cdiv(columns, 128)
+    groups = cdiv(columns, 128)
     found = _results(x_TK, delta_TK, fp8)
     codes, scale = found[-2:] if fp8 else (x_TK, x_TK)
     if rows:
-        blocks = triton.next_power_of_2(groups)
+        blocks = power_of_2(groups)
         _norm[(rows,)](
             x_TK,
             x_TK if delta_TK is None else delta_TK,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.operation import operation
+from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 WARPS = 2112
 """Of all programs together, at most: 16 for each multiprocessor of an H100. dw's bits depend on the number of programs, so that
@@ -82,7 +83,7 @@ def sum_parts(parts_PK: Tensor) -> Tensor:
     """[K] FP32: the sum over P, in an order that depends on P alone."""
     count, width = parts_PK.shape
     out = torch.empty(width, dtype=torch.float32, device=parts_PK.device)
-    _sum_parts[(triton.cdiv(width, 32),)](parts_PK, out, count, width, PARTS, 32, num_warps=4)
+    _sum_parts[(cdiv(width, 32),)](parts_PK, out, count, width, PARTS, 32, num_warps=4)
     return out
 
 
@@ -103,7 +104,7 @@ def norm_backward(
     assert grad_TK.is_contiguous() and h_TK.is_contiguous() and (dh_TK is None or dh_TK.is_contiguous())
     if tokens == 0:
         return torch.empty_like(h_TK), torch.zeros(width, dtype=torch.float32, device=h_TK.device)
-    padded = triton.next_power_of_2(width)
+    padded = power_of_2(width)
     warps = min(16, max(4, padded // 512))
     programs = min(tokens, WARPS // warps)
     out = torch.empty_like(h_TK)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import after_previous, codes_of, scale_of
+from lockstep.kernels.triton.sizes import cdiv, power_of_2
 from lockstep.numerics.formats import BLOCK, E4M3
 
 
@@ -46,9 +47,9 @@ def _quantize_rows(
 def empty_codes(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(codes [M, K], scale [M, K / 128]) without values, on storage padded to a multiple of four rows."""
     padded = max(-(-rows // 4) * 4, 4)
-    codes = torch.empty(padded, columns, dtype=torch.uint8, device=device).view(E4M3)
-    scale = torch.empty(-(-columns // BLOCK), padded, dtype=torch.float32, device=device)
-    return codes[:rows], scale.t()[:rows]
+    codes = torch.empty(padded, columns, dtype=E4M3, device=device)
+    scale = torch.empty(-(-columns // BLOCK), padded, dtype=torch.float32, device=device).t()
+    return (codes, scale) if rows == padded else (codes[:rows], scale[:rows])
 
 
 @operation("quantize_rows", fake=lambda x_TK: empty_codes(x_TK.shape[0], x_TK.shape[1], x_TK.device))
@@ -58,9 +59,9 @@ def quantize_rows(x_TK: Tensor, *, pow2: bool) -> tuple[Tensor, Tensor]:
     assert x_TK.stride(1) == 1
     codes, scale = empty_codes(rows, columns, x_TK.device)
     groups = scale.shape[1]
-    step = min(triton.next_power_of_2(groups), 16)
+    step = min(power_of_2(groups), 16)
     if rows:
-        _quantize_rows[(rows, triton.cdiv(groups, step))](
+        _quantize_rows[(rows, cdiv(groups, step))](
             x_TK,
             codes,
             scale,

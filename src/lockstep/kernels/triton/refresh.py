@@ -36,6 +36,7 @@ from lockstep.kernels.triton.fingerprint import (
     words_of,
 )
 from lockstep.kernels.triton.numbers import scale_of
+from lockstep.kernels.triton.sizes import cdiv
 from lockstep.kernels.triton.tables import FIELDS, FOUND, SHARDS, Group, Table
 from lockstep.numerics.fingerprint import Fingerprint
 from lockstep.numerics.formats import BLOCK
@@ -374,7 +375,7 @@ class Pass:
 def _launch_codes(group: Group, kind: _Codes) -> None:
     if not kind.rows * kind.columns:
         return
-    grid = (triton.cdiv(kind.columns, BLOCK), triton.cdiv(kind.rows, BLOCK), len(group))
+    grid = (cdiv(kind.columns, BLOCK), cdiv(kind.rows, BLOCK), len(group))
     _requantize[grid](
         group.addresses,
         group.found,
@@ -400,7 +401,7 @@ def _launch_codes(group: Group, kind: _Codes) -> None:
 def _launch_values(group: Group, kind: _Values) -> None:
     if not kind.numel:
         return
-    steps = triton.cdiv(kind.numel, 2 * ROUND_WORDS)
+    steps = cdiv(kind.numel, 2 * ROUND_WORDS)
     per_tile = 4096 // ROUND_WORDS
     most = -(-ROUND_PROGRAMS * _processors(group.found.device) // per_tile) * per_tile
     _round[(min(steps, most), len(group))](

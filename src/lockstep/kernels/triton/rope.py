@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import E4M3_MAX, after_previous, place_of
+from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 HEADS = 8
 """Heads of one kind that a program takes."""
@@ -264,7 +265,7 @@ def _launch(
     table_PD, positions_T, slots_T = places
     if rows == 0:
         return
-    chunks = triton.cdiv(heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
+    chunks = cdiv(heads, HEADS) + 2 * cdiv(kv_heads, HEADS)
     half = head_dim // 2
     (q_weight, k_weight), (k_scale, v_scale) = norms, scales
     _rope[(rows, chunks)](
@@ -286,7 +287,7 @@ def _launch(
         kv_heads,
         head_dim,
         half,
-        triton.next_power_of_2(half),
+        power_of_2(half),
         HEADS,
         q_weight is not None,
         paged,
@@ -387,8 +388,8 @@ def _write_pages(
         v_scale if v_scale is not None else v_TGD,
         kv_heads,
         head_dim,
-        triton.next_power_of_2(head_dim),
-        triton.next_power_of_2(kv_heads),
+        power_of_2(head_dim),
+        power_of_2(kv_heads),
         scaled,
         k_pages.element_size() == 1,
         scaled and k_pages.element_size() == 2,

@@ -21,6 +21,7 @@ from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.norm_backward import sum_parts
 from lockstep.kernels.triton.numbers import E4M3_MAX
 from lockstep.kernels.triton.rope import _half_norm
+from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 PROGRAMS = 528
 """At most: four for each multiprocessor of an H100. The bits of the norms' gradients depend on it."""
@@ -188,7 +189,7 @@ def _backward(
     dk_weight = _heads(dk_TGD, qkv_TN[:, k_first:], out[:, k_first:], turn, k_norm, eps, k_scale)
     dv = dv_TGD.contiguous()
     if dv.numel():
-        _values_backward[(triton.cdiv(dv.numel(), 4096),)](
+        _values_backward[(cdiv(dv.numel(), 4096),)](
             dv,
             qkv_TN[:, v_first:],
             out[:, v_first:],
@@ -220,7 +221,7 @@ def _heads(
     half = dim // 2
     if tokens == 0:
         return None if weight_D is None else torch.zeros(dim, dtype=torch.float32, device=x_TN.device)
-    programs = min(triton.cdiv(tokens * heads, ROWS), PROGRAMS)
+    programs = min(cdiv(tokens * heads, ROWS), PROGRAMS)
     parts = table_PD
     if weight_D is not None:
         parts = torch.empty(programs, dim, dtype=torch.float32, device=x_TN.device)
@@ -240,7 +241,7 @@ def _heads(
         heads,
         dim,
         half,
-        triton.next_power_of_2(half),
+        power_of_2(half),
         ROWS,
         weight_D is not None,
         scale_H is not None,

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.triton.sizes import power_of_2
+
 
 @triton.jit
 def _prepare(
@@ -40,7 +42,7 @@ def prepare(position_R: Tensor, table_RP: Tensor, alive_R: Tensor, spare: int) -
         rows,
         table_RP.stride(0),
         spare,
-        triton.next_power_of_2(rows),
+        power_of_2(rows),
         num_warps=4,
     )
     return slots, lengths
@@ -120,6 +122,6 @@ def advance(
         out_token.stride(0),
         out_token.shape[0],
         stops_RS.shape[1],
-        triton.next_power_of_2(rows),
+        power_of_2(rows),
         num_warps=4,
     )

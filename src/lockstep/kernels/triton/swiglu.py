@@ -10,6 +10,7 @@ from torch import Tensor
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import after_previous, codes_of, scale_of
 from lockstep.kernels.triton.quantize import empty_codes
+from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 
 @triton.jit
@@ -59,12 +60,12 @@ def _results(gate_up_TN: Tensor, fp8: bool) -> list[Tensor]:
 @operation("swiglu", fake=_results)
 def _gated(gate_up_TN: Tensor, *, fp8: bool, pow2: bool) -> list[Tensor]:
     rows, columns = gate_up_TN.shape[0], gate_up_TN.shape[1] // 2
-    groups = triton.cdiv(columns, 128)
-    step = min(triton.next_power_of_2(groups), 8)
+    groups = cdiv(columns, 128)
+    step = min(power_of_2(groups), 8)
     found = _results(gate_up_TN, fp8)
     plain, codes, scale = (gate_up_TN, *found) if fp8 else (found[0], found[0], found[0])
     if rows:
-        _swiglu[(rows, triton.cdiv(groups, step))](
+        _swiglu[(rows, cdiv(groups, step))](
             gate_up_TN,
             plain,
             codes,

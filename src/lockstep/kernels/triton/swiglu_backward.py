@@ -12,7 +12,6 @@ Next: `columns.py` for the two forms and their bytes.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental import gluon
@@ -31,6 +30,7 @@ from lockstep.kernels.triton.columns import (
     widened,
     words,
 )
+from lockstep.kernels.triton.sizes import cdiv
 from lockstep.numerics.formats import BLOCK, E4M3
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -214,7 +214,7 @@ def _backward(
     coded, scale = held_scale is not None, held if held_scale is None else held_scale
     assert held.shape == (tokens, 2 * width) and held.stride(1) == grad_TN.stride(1) == 1
     assert not coded or (width % BLOCK == 0 and scale.stride(0) == 1)
-    grid = (triton.cdiv(width, BLOCK), triton.cdiv(tokens, BLOCK))
+    grid = (cdiv(width, BLOCK), cdiv(tokens, BLOCK))
     sizes = (tokens, width, grad_TN.stride(0), held.stride(0), scale.stride(1) if coded else 0)
     if fp8 and width % BLOCK == 0 and _aligned(grad_TN, held):
         found = _results(grad_TN, fp8, rows, columns)

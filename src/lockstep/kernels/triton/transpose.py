@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.triton.sizes import cdiv
+
 TILE = 128
 
 
@@ -24,7 +26,7 @@ def transpose_codes(codes_NK: Tensor, out_KN: Tensor | None = None) -> Tensor:
     assert codes_NK.element_size() == 1 and codes_NK.is_contiguous()
     if out_KN is None:
         out_KN = torch.empty(columns, rows, dtype=codes_NK.dtype, device=codes_NK.device)
-    _transpose[(triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))](
+    _transpose[(cdiv(rows, TILE), cdiv(columns, TILE))](
         codes_NK.view(torch.uint8), out_KN.view(torch.uint8), rows, columns, TILE, num_warps=8
     )
     return out_KN
