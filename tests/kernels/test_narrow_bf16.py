@@ -8,7 +8,15 @@ import torch
 pytestmark = pytest.mark.gpu
 SHAPES = [(4096, 4096), (6144, 4096), (4096, 12288), (576, 576), (330, 1536), (49152, 576), (1024, 136)]
 """(outputs, inputs)."""
-FORMS = ({"stages": 6}, {"stages": 9, "tokens": 32}, {"stages": 8, "tile": 128}, {"stages": 3, "tokens": 64})
+FORMS = (
+    {"stages": 6},
+    {"stages": 9, "tokens": 32},
+    {"stages": 8, "tile": 128},
+    {"stages": 3, "tokens": 64},
+    {"stages": 6, "programs": 2},
+    {"stages": 12, "tile": 32},
+    {"stages": 8, "tile": 32, "programs": 2},
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

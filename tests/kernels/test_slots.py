@@ -78,18 +78,18 @@ def codes(*shape: int) -> torch.Tensor:
 
 
 def test_narrow_products(compiled: list[tuple[str, Any]], tmp_path: Path) -> None:
-    from lockstep.kernels.products import FEW_ROWS, NARROW_FP8
+    from lockstep.kernels.products import FEW_ROWS, NARROW
     from lockstep.kernels.triton.narrow_bf16 import narrow_bf16_matmul
     from lockstep.kernels.triton.narrow_gemm import fits, narrow_matmul
     from lockstep.kernels.triton.quantize import empty_codes
 
     for rows in FEW_ROWS:
         x, scale = empty_codes(rows, 1152, torch.device("cpu"))
-        for form in NARROW_FP8:
+        plain, weight = (torch.zeros(n, 1152, dtype=torch.bfloat16) for n in (rows, 1024))
+        for form in NARROW:
             if fits(rows, **form):
                 narrow_matmul(x, scale, codes(1024, 1152), torch.ones(8, 9), **form)
-        plain = torch.zeros(rows, 1152, dtype=torch.bfloat16)
-        narrow_bf16_matmul(plain, torch.zeros(1024, 1152, dtype=torch.bfloat16), stages=6)
+                narrow_bf16_matmul(plain, weight, **form)
     assert {name for name, _ in compiled} == {"_narrow", "_narrow_bf16"}
     code = [machine_code(kernel.asm["ptx"], tmp_path) for _, kernel in compiled]
     assert all(any("SYNCS.ARRIVE" in line.text for line in c) for c in code)

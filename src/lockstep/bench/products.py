@@ -96,10 +96,10 @@ def forms(choice: str, rows: int) -> tuple[Form, ...]:
     """The forms of a product that the backend chooses from for so many rows."""
     if choice != "narrow":
         return ({},)
-    from lockstep.kernels.products import NARROW_FP8
+    from lockstep.kernels.products import NARROW
     from lockstep.kernels.triton.narrow_gemm import fits
 
-    return tuple(form for form in NARROW_FP8 if fits(rows, **form))
+    return tuple(form for form in NARROW if fits(rows, **form))
 
 
 def product(choice: str, x: Rows, w: Weight, form: Form | None = None) -> Tensor:

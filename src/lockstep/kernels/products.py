@@ -14,7 +14,7 @@ Next: `triton/gemm.py` and `triton/narrow_gemm.py` for the arithmetic, `library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -34,15 +34,11 @@ NARROW = (
     {"stages": 9, "tokens": 32},
     {"stages": 9, "tokens": 64},
     {"stages": 8, "tile": 128},
-)
-NARROW_FP8 = (
-    *NARROW,
     {"stages": 6, "programs": 2},
     {"stages": 9, "tokens": 32, "programs": 2},
     {"stages": 12, "tile": 32},
     {"stages": 8, "tile": 32, "programs": 2},
 )
-"""Forms of both narrow kernels, and of the FP8 one."""
 HEAD_START = 1.03
 """How much slower alone a narrow kernel may be than the library: it starts while the kernel before it ends."""
 Form = dict[str, int]
@@ -114,7 +110,7 @@ class Products:
                 codes, scale = some[n]
                 return narrow_gemm.narrow_matmul(codes, scale, w_codes_NK, w_scale, **form)
 
-            self._narrow[key] = self._fastest(size, NARROW_FP8, library, narrow)
+            self._narrow[key] = self._fastest(size, library, narrow)
         return self._narrow[key]
 
     def plain(self, x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -134,7 +130,6 @@ class Products:
             x = _random(size, w_NK, seed=size)
             self._plain[key] = self._fastest(
                 size,
-                NARROW,
                 lambda: gemm.bf16_matmul(x, w_NK, dtype=dtype),
                 lambda n, form: narrow_bf16.narrow_bf16_matmul(x[:n], w_NK, dtype=dtype, **form),
             )
@@ -143,7 +138,6 @@ class Products:
     def _fastest(
         self,
         size: int,
-        forms: Sequence[Form],
         known: Callable[[], Tensor],
         narrow: Callable[[int, Form], Tensor],
     ) -> Form | None:
@@ -151,7 +145,7 @@ class Products:
         narrow: of the first n of them."""
         expected = known()
         best, found = HEAD_START * elapsed(known), None
-        for form in forms:
+        for form in NARROW:
             if form.get("tokens", 0) >= narrow_gemm.shape_of(size) or not narrow_gemm.fits(size, **form):
                 continue
             if not all(self.agree(narrow(n, form), expected[:n]) for n in _counts(size)):

@@ -2,9 +2,10 @@
 
     y_TN = x_TK w_NK^T, summed by the tensor cores in steps of 16 along K, ascending; rounded once
 
-As in `narrow_gemm.py` the weight is the left operand and tokens are columns, a ring of bulk copies keeps the memory busy, and the
-first weights are fetched while the kernel before this one ends. There are no scales, so one chain of products runs through
-all of K. Its order is that of `gemm.bf16_matmul`, hence the bits; `../hopper.py` proves it for every weight shape on the spot.
+As in `narrow_gemm.py` the weight is the left operand (where its tiles are small, tokens are), a ring of bulk copies keeps the
+memory busy, and the first weights are fetched while the kernel before this one ends. There are no scales, so one chain of
+products runs through all of K. Its order is that of `gemm.bf16_matmul`, hence the bits; `../hopper.py` proves it for every weight
+shape on the spot.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.kernels.triton.narrow_gemm import shape_of
+from lockstep.kernels.triton.narrow_gemm import SHARED_REGISTERS, tokens_of
 from lockstep.kernels.triton.sizes import cdiv
 
 STEP = 64
@@ -90,29 +91,35 @@ def _multiply(
     WARPS: gl.constexpr,
 ):
     """The warpgroups that multiply and store. A block is given back when the product after it has begun and it is done."""
+    LEFT: gl.constexpr = BN < 64
+    AXIS: gl.constexpr = 1 if LEFT else 0
+    ROWS: gl.constexpr = BM if LEFT else BN
+    COLUMNS: gl.constexpr = BN if LEFT else BM
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16]
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, COLUMNS, 16]
     )
     base = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         n0, m0 = tile // tiles_m * BN, tile % tiles_m * BM
-        acc = gl.zeros([BN, BM], gl.float32, layout)
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         for k in range(count):
             at = base + k
             stage = at % STAGES
             mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
-            acc = warpgroup_mma(w_ring.index(stage), x_ring.index(stage).permute((1, 0)), acc, is_async=True)
+            w, x = w_ring.index(stage), x_ring.index(stage)
+            if LEFT:
+                acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
+            else:
+                acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             if k > 0:
                 mbarrier.arrive(free.index((at - 1) % STAGES), count=1)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(free.index((base + count - 1) % STAGES), count=1)
         base += count
-        m = m0 + gl.arange(0, BM, layout=gl.SliceLayout(0, layout))
-        n = n0 + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
-        out = y_ptr + gl.expand_dims(m, 0) * N + gl.expand_dims(n, 1)
-        inside = (gl.expand_dims(m, 0) < M) & (gl.expand_dims(n, 1) < N)
-        gl.store(out, acc.to(y_ptr.dtype.element_ty), mask=inside)
+        m = gl.expand_dims(m0 + gl.arange(0, BM, layout=gl.SliceLayout(AXIS, layout)), AXIS)
+        n = gl.expand_dims(n0 + gl.arange(0, BN, layout=gl.SliceLayout(1 - AXIS, layout)), 1 - AXIS)
+        gl.store(y_ptr + m * N + n, acc.to(y_ptr.dtype.element_ty), mask=(m < M) & (n < N))
 
 
 @gluon.jit
@@ -161,16 +168,20 @@ def narrow_bf16_matmul(
     tile: int = 64,
     stages: int = 9,
     tokens: int = 0,
+    programs: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x w^T [M, N] in `dtype` for few rows. Both operands contiguous, their starts and rows aligned to 16 bytes."""
+    """x w^T [M, N] in `dtype` for few rows; options are those of `narrow_gemm.narrow_matmul`. Both operands contiguous, their
+    starts and rows aligned to 16 bytes."""
     rows, depth = x_MK.shape
     columns = w_NK.shape[0]
-    bm = tokens or shape_of(rows)
+    bm = tokens_of(rows, tile, tokens)
     y = torch.empty(rows, columns, dtype=dtype, device=x_MK.device)
     tiles_m = cdiv(rows, bm)
     tiles = cdiv(columns, tile) * tiles_m
-    _narrow_bf16[(min(tiles, torch.cuda.get_device_properties().multi_processor_count),)](
+    warps = (bm if tile < 64 else tile) // 16
+    most = programs * torch.cuda.get_device_properties().multi_processor_count
+    _narrow_bf16[(min(tiles, most),)](
         _descriptor(w_NK, tile),
         _descriptor(x_MK, bm),
         y,
@@ -182,8 +193,9 @@ def narrow_bf16_matmul(
         tile,
         bm,
         stages,
-        tile // 16,
-        num_warps=tile // 16,
+        warps,
+        num_warps=warps,
+        maxnreg=None if programs == 1 else SHARED_REGISTERS,
         launch_pdl=True,
     )
     return y
