@@ -204,8 +204,9 @@ def test_gradients_of_a_checkpoint(tmp_path: Path) -> None:
     )
     assert same.whole == pytest.approx(1.0) and same.loss == same.loss_bf16
     assert list(same.alone.values()) == pytest.approx([1.0, 1.0])
-    (goal,) = gradients.goals(found)
-    assert (goal.id, goal.value, goal.goal) == ("D6a", min(found.layers.values()), 0.995)
+    flow, alone = gradients.goals(found)
+    assert (flow.id, flow.value, flow.goal) == ("D6a", min(found.layers.values()), 0.995)
+    assert (alone.id, alone.value, alone.goal) == ("D6c", min(found.alone.values()), 0.995)
 
 
 def test_fine_tuning_in_both_flows(tmp_path: Path) -> None:

@@ -164,4 +164,7 @@ def _packed(decoder: Decoder, texts: Sequence[Completion]) -> MicroBatch:
 
 def goals(found: Cosines) -> list[Goal]:
     """Which of the project's goals this answers."""
-    return [Goal("D6a", found.layers[found.worst], 0.995, "gradient cosine of the worst layer")]
+    return [
+        Goal("D6a", found.layers[found.worst], 0.995, "gradient cosine of the worst layer"),
+        Goal("D6c", min(found.alone.values()), 0.995, "gradient cosine of the worst layer by itself"),
+    ]

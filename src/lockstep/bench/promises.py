@@ -85,8 +85,8 @@ PROMISES = (
     ),
     Promise(("D5",), "a whole GRPO step over BF16", "bench step --goals"),
     Promise(
-        ("D6a",),
-        "cosine of every layer's gradient against BF16, on real weights",
+        ("D6a", "D6c"),
+        "cosine of every layer's gradient against BF16, on real weights: from loss to input, and each layer by itself",
         "bench gradients --model-path DIR --goals",
     ),
     Promise(
