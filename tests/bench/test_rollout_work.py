@@ -1,9 +1,18 @@
 """What `lockstep bench rollout` is asked for, and which goals its figures answer."""
 
-import pytest
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
-from lockstep.bench.rollout import GOALS, Throughput, Work, goals
+import pytest
+import torch
+
+from lockstep.bench.rollout import GOALS, PROFILED_TOKENS, Throughput, Work, decode_profile, goals
 from lockstep.errors import ConfigError
+from lockstep.kernels.reference import ReferenceKernels
+from lockstep.models.decoder import Decoder
+from lockstep.numerics.flow import fp8_flow
+from lockstep.rollout.engine import EmbeddedEngine
 
 
 def test_a_work_is_parsed_and_named() -> None:
@@ -52,3 +61,30 @@ def test_other_models_and_works_answer_no_goal() -> None:
 def test_every_goal_has_an_id_of_its_own() -> None:
     ids = [id for wanted in GOALS.values() for id, *_ in wanted]
     assert len(ids) == len(set(ids))
+
+
+def test_a_profile_is_of_decode_steps_half_way(monkeypatch: pytest.MonkeyPatch, toy: SimpleNamespace) -> None:
+    """The second time, which is watched, prompts come from the prefix cache."""
+    engines: list[EmbeddedEngine] = []
+
+    class Kept(EmbeddedEngine):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+            engines.append(self)
+
+    def profile(title: str, work: Callable[[], object]) -> list[str]:
+        before = engines[0].recalled
+        work()
+        return [title, str(engines[0].recalled - before)]
+
+    monkeypatch.setattr("lockstep.bench.rollout.EmbeddedEngine", Kept)
+    monkeypatch.setattr("lockstep.bench.rollout.profile", profile)
+    monkeypatch.setattr("lockstep.bench.rollout._free_tokens", lambda _: 1 << 20)
+    spec = replace(toy.SPECS["qwen3"], vocab_size=2100)
+    decoder = Decoder(spec, fp8_flow(kv_fp8=True), ReferenceKernels())
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    decoder.refresh(1)
+    title, recalled = decode_profile(decoder, Work(2, 64, 128))
+    assert title == f"{PROFILED_TOKENS} steps of 2 rows at 128 keys"
+    assert int(recalled) >= 2 * 64, "a whole page of both prompts"

@@ -25,10 +25,13 @@ from typing import Any
 import torch
 
 from lockstep.bench.goals import Goal
+from lockstep.bench.profile import profile
 from lockstep.bench.random_model import random_decoder
 from lockstep.bench.shapes import preset
+from lockstep.bench.sides import Say
 from lockstep.bench.timing import Ceilings
 from lockstep.errors import ConfigError, UserError
+from lockstep.kernels.attention_form import PAGE
 from lockstep.kernels.table import Kernels, select
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_config import write_config
@@ -65,6 +68,8 @@ GOALS: dict[tuple[str, int, int, int], tuple[tuple[str, str, str, float], ...]] 
 no promise."""
 WARM_TOKENS = 24
 """Tokens of a completion in the pass that compiles and captures."""
+PROFILED_TOKENS = 16
+"""Decode steps of a profile."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +135,12 @@ def run_rollout(
     flows: Sequence[str],
     *,
     vllm: bool,
+    told: Say | None = None,
 ) -> Iterator[Throughput]:
-    """Under every flow, ours and then, if asked for, vLLM."""
+    """Under every flow, ours and then, if asked for, vLLM. told: gets the profile of our decode steps."""
     spec = preset(model)
     for name in flows:
-        yield from ours(ceilings, spec, works, name)
+        yield from ours(ceilings, spec, works, name, told=told)
         if vllm:
             yield from theirs(spec, works, name)
 
@@ -146,12 +152,17 @@ def ours(
     name: str,
     kernels: Kernels | None = None,
     label: str = "lockstep",
+    told: Say | None = None,
 ) -> Iterator[Throughput]:
     """The embedded engine; leaves the GPU empty."""
     decoder = random_decoder(spec, FLOWS[name](), kernels or select("hopper"), torch.device("cuda"))
     for work in works:
         yield _ours(ceilings, decoder, work, name, label)
         gc.collect()
+        if told is not None:
+            for line in decode_profile(decoder, work):
+                told(line)
+            gc.collect()
         torch.cuda.empty_cache()
     del decoder
     gc.collect()
@@ -162,7 +173,7 @@ def _ours(ceilings: Ceilings, decoder: Decoder, work: Work, name: str, label: st
     rollout = RolloutSpec(
         max_running=work.prompts,
         max_batched_tokens=max(16384, work.prompts),
-        page_size=64,
+        page_size=PAGE,
         prefix_cache=False,
     )
     tokens = work.prompts * (work.prompt_tokens + work.new_tokens + 128)
@@ -189,12 +200,37 @@ def _ours(ceilings: Ceilings, decoder: Decoder, work: Work, name: str, label: st
     )
 
 
+def decode_profile(decoder: Decoder, work: Work) -> list[str]:
+    """Where decode steps spend their time half-way through the work. Prompts are as long as sequences are then, and come from
+    the prefix cache, so that hardly anything else is in it."""
+    keys = work.prompt_tokens + work.new_tokens // 2
+    longer = Work(work.prompts, keys, PROFILED_TOKENS)
+    rollout = RolloutSpec(
+        max_running=work.prompts,
+        max_batched_tokens=max(16384, work.prompts),
+        page_size=PAGE,
+        prefix_cache=True,
+    )
+    tokens = work.prompts * (keys + PROFILED_TOKENS + 2 * PAGE)
+    engine = EmbeddedEngine(decoder, rollout, cache_tokens=min(tokens, _free_tokens(decoder)))
+    if decoder.flow.kv_fp8:
+        engine.set_kv_scales(flat_scales(decoder))
+    params = SamplingParams(PROFILED_TOKENS)
+    asked = [Request(tuple(p), i, 1, params) for i, p in enumerate(longer.ids(decoder.spec.vocab_size))]
+
+    def generate() -> None:
+        engine.generate(asked, seed=0, step=0, expected_version=1)
+
+    generate()
+    return profile(f"{PROFILED_TOKENS} steps of {work.prompts} rows at {keys} keys", generate)
+
+
 def _free_tokens(decoder: Decoder) -> int:
     """Tokens of keys and values that fit beside the model, with room for one pass's activations."""
     spec = decoder.spec
     token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * (1 if decoder.flow.kv_fp8 else 2)
     free, _ = torch.cuda.mem_get_info()
-    return max(int((free - 6e9) / token), 1) // 64 * 64
+    return max(int((free - 6e9) / token), 1) // PAGE * PAGE
 
 
 def theirs(spec: ModelSpec, works: Sequence[Work], name: str) -> list[Throughput]:

@@ -110,6 +110,10 @@ def rollout(
         bool,
         typer.Option("--vllm", help="Run vLLM beside it, in a process of its own; it must be importable."),
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Also print the longest kernels of a decode step, half-way through."),
+    ] = False,
     out: Out = None,
     goals: Goals = False,
 ) -> None:
@@ -123,7 +127,8 @@ def rollout(
     chosen = _names(flows, tuple(bench.FLOWS), "--flows")
     found: list[bench.Throughput] = []
     try:
-        for result in bench.run_rollout(ceilings, model, works, chosen, vllm=vllm):
+        told = typer.echo if profile else None
+        for result in bench.run_rollout(ceilings, model, works, chosen, vllm=vllm, told=told):
             found.append(result)
             typer.echo(result.line())
     finally:  # what was measured is kept, whatever stops the rest
