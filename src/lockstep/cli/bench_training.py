@@ -156,7 +156,7 @@ def step(
     decoder.save_fp8, decoder.deterministic = save_fp8, deterministic
     found = bench.run_step(decoder, work, steps=steps, say=typer.echo)
     _say(found.lines())
-    name = f"step-{model}-{prompts}x{samples}x{prompt_tokens}+{new_tokens}"
+    name = f"step-{model}-{prompts}x{samples}x{prompt_tokens}-{new_tokens}"
     reached = bench.goals(model, found) if goals else ()
     finish(name, out, _ceilings(ceilings, card), found.records(), reached)
 
