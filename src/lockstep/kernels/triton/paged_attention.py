@@ -2,7 +2,7 @@
 
 The definition is that file's: one query a sequence, its group of heads as the right operand of the warpgroup instruction, keys
 (then values) as the left one, 64 keys a step, chunks of CHUNK keys. A column's bits don't depend on how many columns there are,
-so eight take the place of sixteen: half of the exponentials and of the registers, and one more program on each processor.
+so eight take the place of sixteen: half of the exponentials, and registers for four programs on each processor.
 
 Pages come by bulk copies into a ring. A page stores its codes so that a lane's share of a row is contiguous (`numbers.place_of`);
 lanes read it as words and widen them in registers, where the instruction takes its left operand from.
@@ -33,8 +33,8 @@ from lockstep.kernels.triton.wide_attention import EMPTY, PAGE, _codes_of, _scal
 
 QUERIES = gl.constexpr(8)
 """Columns of the products: the narrowest instruction."""
-STAGES, REGISTERS = 2, None
-"""Slots of the ring, and registers of a thread: five programs on a processor."""
+STAGES = 2
+"""Slots of the ring. Four programs share a processor, so there are copies enough under way."""
 
 
 @gluon.jit
@@ -178,7 +178,6 @@ def launch(
     codes: bool,
     pow2: bool,
     stages: int = STAGES,
-    registers: int | None = REGISTERS,
 ) -> None:
     """Writes what `attention.decode` returns, or where there are several `splits` their parts and states."""
     batch, heads, dim = q_BHD.shape
@@ -186,7 +185,7 @@ def launch(
     _paged[(kv_heads, batch, splits)](
         q_BHD, _words(k_pages, 64), _words(v_pages, dim), out, part, state, table_BP, lengths_B, *scales, out_scale,
         out_scale.stride(1), base, table_BP.stride(0), splits, heads, kv_heads, dim, steps, splits > 1, codes, pow2,
-        stages, _lanes(PAGE.value, dim), _lanes(dim, PAGE.value), num_warps=4, maxnreg=registers, launch_pdl=True,
+        stages, _lanes(PAGE.value, dim), _lanes(dim, PAGE.value), num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 
