@@ -51,9 +51,20 @@ def scale_of(amax, POW2: tl.constexpr):
 
 @triton.jit
 def codes_of(x, scale):
-    """e4m3(clamp(x / scale)), rounded to nearest even."""
-    scaled = tl.div_rn(x, scale)
-    return tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX).to(tl.float8e4nv)
+    """e4m3(x / scale) of groups whose scales these are, with one element in place of a group: `div_rn`'s quotient wherever the
+    code is not a zero.
+
+    One division for a group: with r the rounded reciprocal, a quotient off by less than one unit in the last place and its exact
+    remainder, q + remainder * r is rounded as the quotient itself would be (Markstein 1990). What is below the smallest code
+    may lose its sign on the way, so that is put back. Beyond 448 there is rounding at most, which the cast undoes.
+    """
+    r = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale) + tl.zeros_like(x)
+    minus = -scale + tl.zeros_like(x)
+    q = x * r
+    q = tl.fma(tl.fma(q, minus, x), r, q)
+    q = tl.fma(tl.fma(q, minus, x), r, q)
+    bits = (q.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | (x.to(tl.int32, bitcast=True) & -0x80000000)
+    return bits.to(tl.float32, bitcast=True).to(tl.float8e4nv)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ def store_row_codes(
     g = tl.arange(0, GP)
     c = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     scale = scale_of(tl.max(tl.abs(y), 1), POW2)
-    tl.store(codes_ptr + row * K + c, codes_of(y, scale[:, None] + tl.zeros_like(y)), mask=c < K)
+    tl.store(codes_ptr + row * K + c, codes_of(y, scale[:, None]), mask=c < K)
     tl.store(scale_ptr + g.to(tl.int64) * scale_stride + row, scale, mask=g < groups)
 
 
@@ -40,7 +40,7 @@ def _quantize_rows(
     c = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(x_ptr + row * x_stride + c, mask=c < K, other=0.0).to(tl.float32)
     scale = scale_of(tl.max(tl.abs(x), 1), POW2)
-    tl.store(codes_ptr + row * K + c, codes_of(x, scale[:, None] + tl.zeros_like(x)), mask=c < K)
+    tl.store(codes_ptr + row * K + c, codes_of(x, scale[:, None]), mask=c < K)
     tl.store(scale_ptr + g.to(tl.int64) * scale_stride + row, scale, mask=g < groups)
 
 

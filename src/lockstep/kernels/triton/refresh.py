@@ -35,7 +35,7 @@ from lockstep.kernels.triton.fingerprint import (
     times,
     words_of,
 )
-from lockstep.kernels.triton.numbers import scale_of
+from lockstep.kernels.triton.numbers import codes_of, scale_of
 from lockstep.kernels.triton.sizes import cdiv
 from lockstep.kernels.triton.tables import FIELDS, FOUND, SHARDS, Group, Table
 from lockstep.numerics.fingerprint import Fingerprint
@@ -76,23 +76,6 @@ def _changed_bytes(old, new):
     x = (old ^ new).to(tl.uint32, bitcast=True)
     high = (((x & 0x7F7F7F7F) + 0x7F7F7F7F) | x) & 0x80808080
     return (high >> 7) * 0x01010101 >> 24
-
-
-@triton.jit
-def _codes(x, scale):
-    """e4m3(x / scale) of a block whose scale is this one; the quotient is `div_rn`'s wherever the code is not a zero.
-
-    One division for the block: with r the rounded reciprocal, a quotient off by less than one unit in the last place and
-    its exact remainder, q + remainder * r is rounded as the quotient itself would be (Markstein 1990). What is below the smallest
-    code may lose its sign on the way, so that is put back. Beyond 448 there is rounding at most, which the cast undoes.
-    """
-    r = tl.div_rn(1.0, scale) + tl.zeros_like(x)
-    minus = -scale + tl.zeros_like(x)
-    q = x * r
-    q = tl.fma(tl.fma(q, minus, x), r, q)
-    q = tl.fma(tl.fma(q, minus, x), r, q)
-    bits = (q.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | (x.to(tl.int32, bitcast=True) & -0x80000000)
-    return bits.to(tl.float32, bitcast=True).to(tl.float8e4nv)
 
 
 @triton.jit(do_not_specialize=["words"])
@@ -147,7 +130,7 @@ def _requantize(
 
     peak = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     scale = scale_of(peak.to(tl.float32, bitcast=True), POW2)
-    codes = _codes(x, scale)
+    codes = codes_of(x, scale)
     raw = codes.to(tl.uint8, bitcast=True)
     new = words_of(raw, 4)
     late = words + (peak < 0).to(tl.int32)  # is `words`; addresses are made again, not kept in registers

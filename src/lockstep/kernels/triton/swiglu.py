@@ -37,7 +37,7 @@ def _swiglu(
     if FP8:
         y = y.to(tl.float32)
         scale = scale_of(tl.max(tl.abs(y), 1), POW2)
-        tl.store(codes_ptr + row * N + c, codes_of(y, scale[:, None] + tl.zeros_like(y)), mask=c < N)
+        tl.store(codes_ptr + row * N + c, codes_of(y, scale[:, None]), mask=c < N)
         tl.store(scale_ptr + g.to(tl.int64) * scale_stride + row, scale, mask=g < groups)
     else:
         tl.store(out_ptr + row * N + c, y, mask=c < N)
