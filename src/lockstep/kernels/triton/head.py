@@ -30,12 +30,19 @@ def _tokens(logits_RV: Tensor) -> Tensor:
 
 
 @triton.jit
+def cooled(x, temperature):
+    """x / temperature, rounded once. Most rows have temperature 1, and a division for each logit takes as long as reading it."""
+    if temperature != 1.0:
+        x = tl.div_rn(x, temperature + tl.zeros_like(x))
+    return x
+
+
+@triton.jit
 def _segments(x_ptr, temperature_ptr, part_ptr, V, segments, SEG: tl.constexpr):
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c = segment * SEG + tl.arange(0, SEG)
     temperature = tl.load(temperature_ptr + row)
-    x = tl.load(x_ptr + row * V + c, mask=c < V, other=-float("inf"))
-    x = tl.div_rn(x, temperature + tl.zeros_like(x))
+    x = cooled(tl.load(x_ptr + row * V + c, mask=c < V, other=-float("inf")), temperature)
     m = tl.max(x, 0)
     part = part_ptr + (row * segments + segment) * 2
     tl.store(part, m)
@@ -115,7 +122,7 @@ def _scores(
     hot = temperature > 0.0
     x = tl.load(x_ptr + row * V + c, mask=c < V, other=-float("inf"))
     if hot:
-        x = tl.div_rn(x, temperature + tl.zeros_like(x))
+        x = cooled(x, temperature)
         key = _splitmix(tl.load(state_ptr + row) ^ tl.load(position_ptr + row).to(tl.int64))
         low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
         bits = c * (-1640531527) + low

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.operation import operation
-from lockstep.kernels.triton.head import SEGMENT
+from lockstep.kernels.triton.head import SEGMENT, cooled
 from lockstep.kernels.triton.sizes import cdiv
 
 
@@ -26,7 +26,7 @@ def _entropy(x_ptr, temperature_ptr, normalizer_ptr, out_ptr, V, SEG: tl.constex
     for start in range(0, V, SEG):
         c = start + tl.arange(0, SEG)
         x = tl.load(x_ptr + row * V + c, mask=c < V, other=0.0)
-        log_p = tl.div_rn(x, temperature + tl.zeros_like(x)) - normalizer
+        log_p = cooled(x, temperature) - normalizer
         total += tl.where(c < V, tl.exp(log_p) * log_p, 0.0)
     tl.store(out_ptr + row, -tl.sum(total, 0))
 
@@ -64,7 +64,7 @@ def _logits_grad(
     c = tl.program_id(1) * SEG + tl.arange(0, SEG)
     temperature, grad = tl.load(temperature_ptr + row), tl.load(grad_ptr + row)
     x = tl.load(x_ptr + row * V + c, mask=c < V, other=0.0)
-    log_p = tl.div_rn(x, temperature + tl.zeros_like(x)) - tl.load(normalizer_ptr + row)
+    log_p = cooled(x, temperature) - tl.load(normalizer_ptr + row)
     p = tl.exp(log_p)
     d = -p * grad
     if ENTROPY:
