@@ -24,10 +24,10 @@ import triton.language as tl
 
 from lockstep.kernels.triton.numbers import (
     after_previous,
-    codes_of,
     load_widened,
     operands_arrived,
     scale_of,
+    short_codes_of,
 )
 
 
@@ -70,7 +70,7 @@ def _store(
     if OUT8:
         y = o.to(tl.bfloat16).to(tl.float32)
         scale = scale_of(tl.max(tl.abs(y), AXIS), POW2)
-        tl.store(o_ptr + at, codes_of(y, tl.expand_dims(scale, AXIS)), mask=inside)
+        tl.store(o_ptr + at, short_codes_of(y, tl.expand_dims(scale, AXIS), POW2), mask=inside)
         tl.store(scale_ptr + scale_at, scale, mask=heads_in)
     else:
         tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=inside)

@@ -68,6 +68,21 @@ def codes_of(x, scale):
 
 
 @triton.jit
+def short_codes_of(x, scale, POW2: tl.constexpr):
+    """`codes_of` BF16 values (in FP32) under scales that `scale_of` made of them, in two instructions each:
+    x r + x (1 / scale - r), with r a little too small, which keeps a zero's sign. `columns.py` says how that was checked."""
+    r = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    if POW2:  # then r is exact, and so is the product
+        q = x * (r + tl.zeros_like(x))
+    else:
+        r = (r.to(tl.int32, bitcast=True) - 4).to(tl.float32, bitcast=True)
+        e = tl.fma(scale, r, tl.full(scale.shape, -1.0, tl.float32))
+        rest = tl.fma(e, e, -e) * r
+        q = tl.fma(x, r + tl.zeros_like(x), x * rest)
+    return q.to(tl.float8e4nv)
+
+
+@triton.jit
 def place_of(i, GROUPS: tl.constexpr):
     """Where element i of a row of 16 * GROUPS codes lies in a page.
 

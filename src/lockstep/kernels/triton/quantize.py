@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.operation import operation
-from lockstep.kernels.triton.numbers import after_previous, codes_of, scale_of
+from lockstep.kernels.triton.numbers import after_previous, codes_of, scale_of, short_codes_of
 from lockstep.kernels.triton.sizes import cdiv, power_of_2
 from lockstep.numerics.formats import BLOCK, E4M3
 
@@ -25,7 +25,7 @@ def store_row_codes(
     g = tl.arange(0, GP)
     c = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     scale = scale_of(tl.max(tl.abs(y), 1), POW2)
-    tl.store(codes_ptr + row * K + c, codes_of(y, scale[:, None]), mask=c < K)
+    tl.store(codes_ptr + row * K + c, short_codes_of(y, scale[:, None], POW2), mask=c < K)
     tl.store(scale_ptr + g.to(tl.int64) * scale_stride + row, scale, mask=g < groups)
 
 
@@ -40,7 +40,11 @@ def _quantize_rows(
     c = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     x = tl.load(x_ptr + row * x_stride + c, mask=c < K, other=0.0).to(tl.float32)
     scale = scale_of(tl.max(tl.abs(x), 1), POW2)
-    tl.store(codes_ptr + row * K + c, codes_of(x, scale[:, None]), mask=c < K)
+    if x_ptr.dtype.element_ty == tl.bfloat16:
+        codes = short_codes_of(x, scale[:, None], POW2)
+    else:
+        codes = codes_of(x, scale[:, None])
+    tl.store(codes_ptr + row * K + c, codes, mask=c < K)
     tl.store(scale_ptr + g.to(tl.int64) * scale_stride + row, scale, mask=g < groups)
 
 

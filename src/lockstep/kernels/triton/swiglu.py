@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.operation import operation
-from lockstep.kernels.triton.numbers import after_previous, codes_of, scale_of
+from lockstep.kernels.triton.numbers import after_previous, scale_of, short_codes_of
 from lockstep.kernels.triton.quantize import empty_codes
 from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
@@ -37,7 +37,7 @@ def _swiglu(
     if FP8:
         y = y.to(tl.float32)
         scale = scale_of(tl.max(tl.abs(y), 1), POW2)
-        tl.store(codes_ptr + row * N + c, codes_of(y, scale[:, None]), mask=c < N)
+        tl.store(codes_ptr + row * N + c, short_codes_of(y, scale[:, None], POW2), mask=c < N)
         tl.store(scale_ptr + g.to(tl.int64) * scale_stride + row, scale, mask=g < groups)
     else:
         tl.store(out_ptr + row * N + c, y, mask=c < N)
