@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ SHAPE = replace(
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes for a CPU."""
     samples = ((64, 4), (1 << 30, 3))
-    sizes = {"LENGTHS": (5, 64, 70, 130, 1), "LONG": 300, "NEW_TOKENS": 8, "SAMPLES": samples}
+    sizes = {"LENGTHS": (5, 64, 70, 130, 1), "LONG": 300, "NEW_TOKENS": 8, "SAMPLES": samples, "REPEATS": 2}
     for name, value in sizes.items():
         monkeypatch.setattr(audit_device, name, value)
     monkeypatch.setattr(audit_device, "SHARED_PREFIX", 64)
@@ -81,7 +82,7 @@ def test_every_schedule_is_tried_and_every_row_counted_once() -> None:
     report = audit(ReferenceKernels())
     assert report.passed, report.lines()
     names = [c.name for c in report.checks]
-    assert len(names) == len(set(names)) == 18
+    assert len(names) == len(set(names)) == 19
     assert "samples: memory for little more than one (preemption)" in names
     assert "samples: prompts from the prefix cache" in names and "samples: no CUDA graphs, reversed" in names
     drawn = (4 + 4 + 3 + 3 + 4) * 8
@@ -108,6 +109,21 @@ def test_a_schedule_that_did_not_do_what_it_says_is_no_equality(monkeypatch: pyt
     failed = [c for c in report.checks if not c.passed]
     assert [c.culprit for c in failed] == ["the engine counted no preemptions"]
     assert "NOTHING COMPARED" in failed[0].line() and not report.passed
+
+
+def test_a_forward_that_does_not_repeat_itself_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two log-probabilities of four, in one pass of many."""
+    right, calls = torch.tensor([-1.0, -2.0, -3.0, -4.0]), []
+
+    def log_probs(*_: object) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return right + (torch.tensor([0.0, 0.1, 0.1, 0.0]) if len(calls) == 17 else 0.0), right
+
+    micro = SimpleNamespace(rollout_N=right, log_probs=log_probs)
+    monkeypatch.setattr(DeviceAudit, "packed", lambda *_: micro)
+    decoder = random_decoder(SHAPE, fp8_flow(), ReferenceKernels(), torch.device("cpu"))
+    check = DeviceAudit("fp8", decoder, [(1, 2)], None).repeated([], "")
+    assert (check.compared, check.different, check.passed) == (4 * audit_device.REPEATS, 2, False)
 
 
 def test_prompts_share_whole_pages_and_stay_apart() -> None:

@@ -32,6 +32,8 @@ SAMPLES = ((PAGE, 16), (512, 12), (1 << 30, 6))
 """Of a prompt of up to so many tokens: together some hundred rows, so that decode steps of every size class occur as rows end."""
 LONG, LONG_NEW_TOKENS, LONG_SAMPLES = 16_000, 64, 3
 EXCERPTS, EXCERPT_TOKENS = 4, 64
+REPEATS = 25
+"""Training forwards of the same rows. A race is rare: one that was found late spoiled a third of them."""
 
 
 def lengthened(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -118,8 +120,9 @@ class DeviceAudit(FlowAudit):
         return [p[:EXCERPT_TOKENS] for p in self.prompts[-EXCERPTS:]]
 
     def further_checks(self, samples: list[Completion], culprit: str) -> Iterator[Check]:
-        """The forward that training differentiates, whole vocabularies, the long context."""
+        """The forward that training differentiates, the same one many times, whole vocabularies, the long context."""
         yield self.with_gradient(samples, culprit)
+        yield self.repeated(samples, culprit)
         yield from self.whole_vocabularies(samples, culprit)
         yield from self.long_context(culprit)
 
@@ -133,6 +136,16 @@ class DeviceAudit(FlowAudit):
         different = int((logp_N != micro.rollout_N).sum())
         name, count = "training forward, with gradient", logp_N.numel()
         return Check(self.name, name, count, different, culprit if different else "", rows=count)
+
+    @torch.no_grad()
+    def repeated(self, samples: list[Completion], culprit: str) -> Check:
+        """One pack, scored again and again."""
+        micro, different = self.packed(samples), 0
+        for _ in range(REPEATS):
+            different += int((micro.log_probs(self.decoder, self.scales)[0] != micro.rollout_N).sum())
+        compared = REPEATS * micro.rollout_N.numel()
+        name = f"training forward, {REPEATS} times"
+        return Check(self.name, name, compared, different, culprit if different else "")
 
     def packed(self, samples: list[Completion]) -> MicroBatch:
         """All samples side by side, prompts shared."""
