@@ -4,6 +4,7 @@ zero, which torch reads at the first product of the process."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,3 +73,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(driver, "_active", Driver())
     return found
+
+
+@pytest.fixture
+def codes() -> Callable[..., torch.Tensor]:
+    """Makes e4m3 zeros of a shape."""
+    return lambda *shape: torch.zeros(*shape, dtype=torch.uint8).view(torch.float8_e4m3fn)

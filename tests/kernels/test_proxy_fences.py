@@ -8,13 +8,14 @@ takes Triton 3.6 and no GPU; elsewhere this is skipped.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", minversion="3.6")
+Codes = Callable[..., torch.Tensor]
 
 STORES, COPIES = r"st\.shared|stmatrix", r"cp\.async\.wait_group"
 LABEL = re.compile(r"^\$L__BB\d+_\d+:")
@@ -35,11 +36,7 @@ def unfenced(ptx: str, *, copies: bool = True) -> Iterator[int]:
             yield number
 
 
-def codes(*shape: int) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
-
-
-def test_products(compiled: list[tuple[str, Any]]) -> None:
+def test_products(compiled: list[tuple[str, Any]], codes: Codes) -> None:
     from lockstep.kernels.triton import gemm
     from lockstep.kernels.triton.quantize import empty_codes
 
@@ -64,6 +61,7 @@ def test_attention(
     kv8: bool,
     compiled: list[tuple[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
+    codes: Codes,
 ) -> None:
     from lockstep.kernels.triton import attention
 

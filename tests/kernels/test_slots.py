@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", minversion="3.6")
+Codes = Callable[..., torch.Tensor]
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 if not (TOOLS / "nvdisasm").is_file():
     pytest.skip("needs Triton's disassembler", allow_module_level=True)
@@ -73,11 +74,7 @@ def test_it_finds_an_early_arrival() -> None:
     assert list(early([load, use, give])) == []
 
 
-def codes(*shape: int) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
-
-
-def test_narrow_products(compiled: list[tuple[str, Any]], tmp_path: Path) -> None:
+def test_narrow_products(compiled: list[tuple[str, Any]], tmp_path: Path, codes: Codes) -> None:
     from lockstep.kernels.products import FEW_ROWS, NARROW
     from lockstep.kernels.triton.narrow_bf16 import narrow_bf16_matmul
     from lockstep.kernels.triton.narrow_gemm import fits, narrow_matmul
@@ -115,7 +112,7 @@ def test_wide_attention(
 
 @pytest.mark.parametrize("heads, groups, dim", [(9, 3, 64), (32, 8, 128)])
 def test_paged_attention(
-    heads: int, groups: int, dim: int, compiled: list[tuple[str, Any]], tmp_path: Path
+    heads: int, groups: int, dim: int, compiled: list[tuple[str, Any]], tmp_path: Path, codes: Codes
 ) -> None:
     from lockstep.kernels.triton import attention
 

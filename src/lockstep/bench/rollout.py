@@ -170,22 +170,12 @@ def ours(
 
 
 def _ours(ceilings: Ceilings, decoder: Decoder, work: Work, name: str, label: str) -> Throughput:
-    rollout = RolloutSpec(
-        max_running=work.prompts,
-        max_batched_tokens=max(16384, work.prompts),
-        page_size=PAGE,
-        prefix_cache=False,
-    )
-    tokens = work.prompts * (work.prompt_tokens + work.new_tokens + 128)
-    engine = EmbeddedEngine(decoder, rollout, cache_tokens=min(tokens, _free_tokens(decoder)))
-    if decoder.flow.kv_fp8:
-        engine.set_kv_scales(flat_scales(decoder))
+    engine = _engine(decoder, work)
     prompts = work.ids(decoder.spec.vocab_size)
     seconds, drawn, host = 0.0, 0, 0.0
     decoder.model.rope.reserve(work.prompt_tokens + work.new_tokens + 1, torch.device("cuda"))
     for attempt, new_tokens in enumerate((min(WARM_TOKENS, work.new_tokens), work.new_tokens)):
-        params = SamplingParams(new_tokens)
-        asked = [Request(tuple(p), i, 1, params) for i, p in enumerate(prompts)]
+        asked = _requests(prompts, new_tokens)
         engine.steps, engine.waited = 0, 0.0
         torch.cuda.synchronize()
         begun = time.perf_counter()
@@ -205,24 +195,34 @@ def decode_profile(decoder: Decoder, work: Work) -> list[str]:
     the prefix cache, so that hardly anything else is in it."""
     keys = work.prompt_tokens + work.new_tokens // 2
     longer = Work(work.prompts, keys, PROFILED_TOKENS)
-    rollout = RolloutSpec(
-        max_running=work.prompts,
-        max_batched_tokens=max(16384, work.prompts),
-        page_size=PAGE,
-        prefix_cache=True,
-    )
-    tokens = work.prompts * (keys + PROFILED_TOKENS + 2 * PAGE)
-    engine = EmbeddedEngine(decoder, rollout, cache_tokens=min(tokens, _free_tokens(decoder)))
-    if decoder.flow.kv_fp8:
-        engine.set_kv_scales(flat_scales(decoder))
-    params = SamplingParams(PROFILED_TOKENS)
-    asked = [Request(tuple(p), i, 1, params) for i, p in enumerate(longer.ids(decoder.spec.vocab_size))]
+    engine = _engine(decoder, longer, prefix_cache=True)
+    asked = _requests(longer.ids(decoder.spec.vocab_size), PROFILED_TOKENS)
 
     def generate() -> None:
         engine.generate(asked, seed=0, step=0, expected_version=1)
 
     generate()
     return profile(f"{PROFILED_TOKENS} steps of {work.prompts} rows at {keys} keys", generate)
+
+
+def _engine(decoder: Decoder, work: Work, *, prefix_cache: bool = False) -> EmbeddedEngine:
+    """One that holds all of the work, if there is memory for it."""
+    rollout = RolloutSpec(
+        max_running=work.prompts,
+        max_batched_tokens=max(16384, work.prompts),
+        page_size=PAGE,
+        prefix_cache=prefix_cache,
+    )
+    tokens = work.prompts * (work.prompt_tokens + work.new_tokens + 2 * PAGE)
+    engine = EmbeddedEngine(decoder, rollout, cache_tokens=min(tokens, _free_tokens(decoder)))
+    if decoder.flow.kv_fp8:
+        engine.set_kv_scales(flat_scales(decoder))
+    return engine
+
+
+def _requests(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Request]:
+    params = SamplingParams(new_tokens)
+    return [Request(tuple(p), i, 1, params) for i, p in enumerate(prompts)]
 
 
 def _free_tokens(decoder: Decoder) -> int:

@@ -117,19 +117,21 @@ def _audit_shapes(
     for audited in bench.audit_parts(
         shapes, flows, spec, kernels, layers=layers, plant=plant, say=typer.echo
     ):
-        records += audited.records()
-        parts = bench.Parts.written(path, here, audited.records())
+        rows = audited.records()
+        records += rows
+        bench.Parts.written(path, here, rows)
     typer.echo(f"wrote {path}")
     if goals:
+        parts = bench.Parts.of(path, here)
         finish_goals(parts.goals())
         if parts.missing:
             typer.echo(f"goal C1 still wants {', '.join(parts.missing)}")
     failed = [r for r in records if not r["passed"]]
-    rows, values = (sum(r[key] for r in records) for key in ("rows", "values"))
+    tokens, values = (sum(r[key] for r in records) for key in ("rows", "values"))
     typer.echo(
         f"contract BROKEN in {len(failed)} of {len(records)} combinations of model and flow"
         if failed
-        else f"contract holds: {len(records)} combinations of model and flow, {rows:,} sampled tokens, {values:,} values, "
+        else f"contract holds: {len(records)} combinations of model and flow, {tokens:,} sampled tokens, {values:,} values, "
         "no bit differs"
     )
     if failed:

@@ -136,10 +136,7 @@ class Products:
         return self._plain[key]
 
     def _fastest(
-        self,
-        size: int,
-        known: Callable[[], Tensor],
-        narrow: Callable[[int, Form], Tensor],
+        self, size: int, known: Callable[[], Tensor], narrow: Callable[[int, Form], Tensor]
     ) -> Form | None:
         """The fastest form of a narrow kernel for `size` rows, or None where the known kernel is faster. known: of `size` rows;
         narrow: of the first n of them."""
@@ -160,11 +157,7 @@ PRODUCTS = Products()
 """Of this process."""
 
 
-def _product(x_codes_TK: Tensor, w_codes_NK: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(x_codes_TK.shape[0], w_codes_NK.shape[0], dtype=dtype, device=x_codes_TK.device)
-
-
-@operation("fp8_linear", fake=lambda x_codes_TK, w_codes_NK: _product(x_codes_TK, w_codes_NK))
+@operation("fp8_linear", fake=lambda x_codes_TK, w_codes_NK: gemm.empty_product(x_codes_TK, w_codes_NK))
 def fp8_linear(
     x_codes_TK: Tensor,
     x_scale: Tensor,
@@ -177,7 +170,7 @@ def fp8_linear(
     return PRODUCTS.linear(x_codes_TK, x_scale, w_codes_NK, w_scale, library_scale, w_group)
 
 
-@operation("bf16_product", fake=lambda x_TK, w_NK, dtype: _product(x_TK, w_NK, dtype))
+@operation("bf16_product", fake=gemm.empty_product)
 def bf16_product(x_TK: Tensor, w_NK: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """See `Products.plain`."""
     return PRODUCTS.plain(x_TK, w_NK, dtype)

@@ -115,7 +115,7 @@ class Decoder(nn.Module):
         self.version = self.refreshes = 0
         self.checkpointing = self.save_fp8 = False
         self.deterministic = True
-        self.family: list[tuple[dict[str, nn.Module | None], list[nn.Module | None]]] = [({}, [None])]
+        self.family: list[tuple[dict[str, nn.Module | None], list[nn.Module | None]]] = []
         self.found: list[tuple[str, Working]] = []
 
     @property
@@ -145,7 +145,7 @@ class Decoder(nn.Module):
     def working(self) -> Iterator[tuple[str, Working]]:
         """Every module with a working copy, by the name of its weight, in layer order. A publication asks for them several times,
         so they are looked up again only when some module has other children than before."""
-        if not all(list(held.values()) == children for held, children in self.family):
+        if not self.family or any(list(held.values()) != children for held, children in self.family):
             modules = list(self.named_modules())
             self.family = [(module._modules, list(module._modules.values())) for _, module in modules]
             self.found = [(f"{path}.weight", m) for path, m in modules if isinstance(m, Working)]

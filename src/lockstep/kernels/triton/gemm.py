@@ -93,6 +93,11 @@ def _fp8(
         tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=m_ok[:, None] & n_ok[None, :])
 
 
+def empty_product(x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Storage for x w^T [T, N]."""
+    return torch.empty(x_TK.shape[0], w_NK.shape[0], dtype=dtype, device=x_TK.device)
+
+
 def fp8_matmul(
     x_codes_TK: Tensor,
     x_scale: Tensor,
@@ -105,7 +110,7 @@ def fp8_matmul(
     """Block-scaled x w^T, [T, N]. x_scale [T, ceil(K / 128)]; w_scale [ceil(N / w_group), ceil(K / 128)]; any shape."""
     rows, depth = x_codes_TK.shape
     columns = w_codes_NK.shape[0]
-    y = torch.empty(rows, columns, dtype=dtype, device=x_codes_TK.device)
+    y = empty_product(x_codes_TK, w_codes_NK, dtype)
     if rows == 0:
         return y
     swap = rows <= 32
@@ -171,16 +176,12 @@ def _bf16(
     tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=m_ok & (rn[None, :] < N))
 
 
-def _product(x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(x_TK.shape[0], w_NK.shape[0], dtype=dtype, device=x_TK.device)
-
-
-@operation("bf16_linear", fake=_product)
+@operation("bf16_linear", fake=empty_product)
 def bf16_matmul(x_TK: Tensor, w_NK: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """x w^T with FP32 accumulation, [T, N] in `dtype`. Last dimensions contiguous."""
     rows, depth = x_TK.shape
     columns = w_NK.shape[0]
-    y = _product(x_TK, w_NK, dtype)
+    y = empty_product(x_TK, w_NK, dtype)
     if rows == 0:
         return y
     bm, bn, warps = (64, 128, 4) if rows <= 64 else (128, 128, 8) if rows <= 512 else (128, 256, 8)

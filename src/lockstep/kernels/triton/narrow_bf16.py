@@ -24,7 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.kernels.triton.narrow_gemm import SHARED_REGISTERS, tokens_of
+from lockstep.kernels.triton.gemm import empty_product
+from lockstep.kernels.triton.narrow_gemm import arrangement, tokens_of
+from lockstep.kernels.triton.ring import arrived
 from lockstep.kernels.triton.sizes import cdiv
 
 STEP = 64
@@ -105,7 +107,7 @@ def _multiply(
         for k in range(count):
             at = base + k
             stage = at % STAGES
-            mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
+            arrived(ready, at, STAGES)
             w, x = w_ring.index(stage), x_ring.index(stage)
             if LEFT:
                 acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
@@ -176,12 +178,11 @@ def narrow_bf16_matmul(
     rows, depth = x_MK.shape
     columns = w_NK.shape[0]
     bm = tokens_of(rows, tile, tokens)
-    y = torch.empty(rows, columns, dtype=dtype, device=x_MK.device)
+    y = empty_product(x_MK, w_NK, dtype)
     tiles_m = cdiv(rows, bm)
     tiles = cdiv(columns, tile) * tiles_m
-    warps = (bm if tile < 64 else tile) // 16
-    most = programs * torch.cuda.get_device_properties().multi_processor_count
-    _narrow_bf16[(min(tiles, most),)](
+    grid, options = arrangement(tiles, tile, bm, programs)
+    _narrow_bf16[grid](
         _descriptor(w_NK, tile),
         _descriptor(x_MK, bm),
         y,
@@ -193,10 +194,8 @@ def narrow_bf16_matmul(
         tile,
         bm,
         stages,
-        warps,
-        num_warps=warps,
-        maxnreg=None if programs == 1 else SHARED_REGISTERS,
-        launch_pdl=True,
+        options["num_warps"],
+        **options,
     )
     return y
 

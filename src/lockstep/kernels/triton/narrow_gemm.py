@@ -28,6 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lockstep.kernels.triton.gemm import empty_product
+from lockstep.kernels.triton.ring import arrived
 from lockstep.kernels.triton.sizes import cdiv
 
 UNROLL = gl.constexpr(4)
@@ -86,12 +88,6 @@ def _copy(
 
 
 @gluon.jit
-def _arrived(ready, at, STAGES: gl.constexpr):
-    """Waits for the block at place `at` of the ring's history. The branch in here also waits for loads into registers."""
-    mbarrier.wait(ready.index(at % STAGES), (at // STAGES) & 1)
-
-
-@gluon.jit
 def _issue(w_ring, x_ring, registers, at, STAGES: gl.constexpr, LEFT: gl.constexpr):
     """Starts the product of a block that has arrived, into registers whose content is of no more use."""
     w, x = w_ring.index(at % STAGES), x_ring.index(at % STAGES)
@@ -135,8 +131,7 @@ def _multiply(
     Two sets of registers take turns as target of the products, and none is in flight where the loop comes round: else the
     assembler can't tell when a set may be read, and waits for every product where it is issued (its note C7514).
 
-    A slot is given back behind a branch, so that scales read from it are in registers: a load may wait behind the stores of the
-    tile before, longer than the next copy takes to land, and a barrier doesn't wait for it (`tests/kernels/test_slots.py`).
+    A slot is given back behind the branch of a wait, so that scales read from it are in registers (`ring.py`).
     """
     LEFT: gl.constexpr = BN < 64
     AXIS: gl.constexpr = 1 if LEFT else 0
@@ -157,11 +152,11 @@ def _multiply(
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         for start in range(0, whole, UNROLL):
             first = base + start
-            _arrived(ready, first, STAGES)
+            arrived(ready, first, STAGES)
             even = _issue(w_ring, x_ring, even, first, STAGES, LEFT)
             for u in gl.static_range(1, UNROLL):
                 at = first + u
-                _arrived(ready, at, STAGES)
+                arrived(ready, at, STAGES)
                 if u > 1:
                     mbarrier.arrive(free.index((at - 2) % STAGES), count=1)
                 if u % 2 == 1:
@@ -178,17 +173,17 @@ def _multiply(
             scale = _scale(s_ring, last, ws + start + UNROLL - 1, BM, STAGES, tokens, AXIS)
             odd = warpgroup_mma_wait(num_outstanding=0, deps=(odd,))
             acc += odd * scale
-            _arrived(ready, last, STAGES)
+            arrived(ready, last, STAGES)
             mbarrier.arrive(free.index((last - 1) % STAGES), count=1)
             mbarrier.arrive(free.index(last % STAGES), count=1)
         for k in range(whole, count):
             at = base + k
-            _arrived(ready, at, STAGES)
+            arrived(ready, at, STAGES)
             even = _issue(w_ring, x_ring, even, at, STAGES, LEFT)
             scale = _scale(s_ring, at, ws + k, BM, STAGES, tokens, AXIS)
             even = warpgroup_mma_wait(num_outstanding=0, deps=(even,))
             acc += even * scale
-            _arrived(ready, at, STAGES)
+            arrived(ready, at, STAGES)
             mbarrier.arrive(free.index(at % STAGES), count=1)
         base += count
         m = gl.expand_dims(m0 + gl.arange(0, BM, layout=tokens), AXIS)
@@ -290,6 +285,14 @@ def fits(rows: int, *, tile: int = 64, stages: int = 6, tokens: int = 0, program
     return room and (programs == 1 or bm * tile <= 4096) and (tile >= 64 or rows <= 64)
 
 
+def arrangement(tiles: int, tile: int, bm: int, programs: int) -> tuple[tuple[int], dict[str, int | None]]:
+    """(grid, options) of a launch: so many programs on each processor stay and take tile after tile. bm: tokens of a tile."""
+    most = programs * torch.cuda.get_device_properties().multi_processor_count
+    warps = (bm if tile < 64 else tile) // 16
+    registers = None if programs == 1 else SHARED_REGISTERS
+    return (min(tiles, most),), {"num_warps": warps, "maxnreg": registers, "launch_pdl": True}
+
+
 def narrow_matmul(
     x_codes_MK: Tensor,
     x_scale: Tensor,
@@ -308,13 +311,12 @@ def narrow_matmul(
     rows, depth = x_codes_MK.shape
     columns = w_codes_NK.shape[0]
     bm = tokens_of(rows, tile, tokens)
-    y = torch.empty(rows, columns, dtype=torch.bfloat16, device=x_codes_MK.device)
+    y = empty_product(x_codes_MK, w_codes_NK)
     scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     tiles_m = cdiv(rows, bm)
     tiles = columns // tile * tiles_m
-    warps = (bm if tile < 64 else tile) // 16
-    most = programs * torch.cuda.get_device_properties().multi_processor_count
-    _narrow[(min(tiles, most),)](
+    grid, options = arrangement(tiles, tile, bm, programs)
+    _narrow[grid](
         _descriptor(w_codes_NK, tile),
         _descriptor(x_codes_MK, bm),
         TensorDescriptor.from_tensor(x_scale.t(), [1, bm], scale_layout),
@@ -329,10 +331,8 @@ def narrow_matmul(
         tile,
         bm,
         stages,
-        warps,
-        num_warps=warps,
-        maxnreg=None if programs == 1 else SHARED_REGISTERS,
-        launch_pdl=True,
+        options["num_warps"],
+        **options,
     )
     return y
 

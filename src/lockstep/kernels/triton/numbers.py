@@ -50,6 +50,11 @@ def scale_of(amax, POW2: tl.constexpr):
 
 
 @triton.jit
+def _reciprocal(scale):
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
 def codes_of(x, scale):
     """e4m3(x / scale) of groups whose scales these are, with one element in place of a group: `div_rn`'s quotient wherever the
     code is not a zero.
@@ -58,7 +63,7 @@ def codes_of(x, scale):
     remainder, q + remainder * r is rounded as the quotient itself would be (Markstein 1990). What is below the smallest code
     may lose its sign on the way, so that is put back. Beyond 448 there is rounding at most, which the cast undoes.
     """
-    r = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale) + tl.zeros_like(x)
+    r = _reciprocal(scale) + tl.zeros_like(x)
     minus = -scale + tl.zeros_like(x)
     q = x * r
     q = tl.fma(tl.fma(q, minus, x), r, q)
@@ -71,7 +76,7 @@ def codes_of(x, scale):
 def short_codes_of(x, scale, POW2: tl.constexpr):
     """`codes_of` BF16 values (in FP32) under scales that `scale_of` made of them, in two instructions each:
     x r + x (1 / scale - r), with r a little too small, which keeps a zero's sign. `columns.py` says how that was checked."""
-    r = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    r = _reciprocal(scale)
     if POW2:  # then r is exact, and so is the product
         q = x * (r + tl.zeros_like(x))
     else:
@@ -95,25 +100,19 @@ def place_of(i, GROUPS: tl.constexpr):
     return (lane * GROUPS + i // 16) * 4 + pair * 2 + within % 2
 
 
+_WIDEN_PAIR = """
+    prmt.b32 t, $2, 0, {bytes};
+    shr.u32 s, t, 4;
+    and.b32 s, s, 0x07F007F0;
+    and.b32 t, t, 0x80008000;
+    or.b32 t, t, s;
+    mul.rn.bf16x2 {pair}, t, f;
+"""
 WIDEN = tl.constexpr(
-    """
-    {
-    .reg .b32 t, s, f;
-    mov.b32 f, 0x7B807B80;
-    prmt.b32 t, $2, 0, 0x1404;
-    shr.u32 s, t, 4;
-    and.b32 s, s, 0x07F007F0;
-    and.b32 t, t, 0x80008000;
-    or.b32 t, t, s;
-    mul.rn.bf16x2 $0, t, f;
-    prmt.b32 t, $2, 0, 0x3424;
-    shr.u32 s, t, 4;
-    and.b32 s, s, 0x07F007F0;
-    and.b32 t, t, 0x80008000;
-    or.b32 t, t, s;
-    mul.rn.bf16x2 $1, t, f;
-    }
-    """
+    "{ .reg .b32 t, s, f; mov.b32 f, 0x7B807B80;"
+    + _WIDEN_PAIR.format(bytes="0x1404", pair="$0")
+    + _WIDEN_PAIR.format(bytes="0x3424", pair="$1")
+    + "}"
 )
 """BF16 pairs (elements 0, 1 and 2, 3) of a word of four e4m3 codes, exact: the seven magnitude bits move into a BF16's place,
 then times 2^120, the difference of the exponents' biases."""

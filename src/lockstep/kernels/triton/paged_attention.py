@@ -29,7 +29,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.triton.numbers import WIDEN
-from lockstep.kernels.triton.wide_attention import EMPTY, PAGE, _codes_of, _scale_of
+from lockstep.kernels.triton.ring import arrived
+from lockstep.kernels.triton.wide_attention import EMPTY, PAGE, codes_of, scale_of
 
 QUERIES = gl.constexpr(8)
 """Columns of the products: the narrowest instruction."""
@@ -112,7 +113,7 @@ def _paged(
         slot = (j - start) % STAGES
         later = j + STAGES
         page = gl.load(table_ptr + later, mask=later < stop, other=0)
-        mbarrier.wait(ready.index(slot), ((j - start) // STAGES) & 1)
+        arrived(ready, j - start, STAGES)
         values = v_ring.index(slot).load(V_WORDS)
         k = _widened(k_ring.index(slot).load(K_WORDS), PAGE, D, out)
         s = warpgroup_mma(k, q_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -146,8 +147,8 @@ def _paged(
         at = gl.expand_dims((b * H + head) * D, 0) + gl.expand_dims(d, 1)
         if OUT8:
             y = o.to(bf16).to(gl.float32)
-            scale = _scale_of(gl.max(gl.abs(y), 0), POW2)
-            codes = _codes_of(y, gl.expand_dims(scale, 0) + gl.zeros_like(y))
+            scale = scale_of(gl.max(gl.abs(y), 0), POW2)
+            codes = codes_of(y, gl.expand_dims(scale, 0) + gl.zeros_like(y))
             gl.store(o_ptr + at, codes, mask=gl.expand_dims(inside, 0))
             gl.store(scale_ptr + head.to(gl.int64) * scale_stride + b, scale, mask=inside)
         else:

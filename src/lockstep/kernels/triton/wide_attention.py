@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels import attention_form as form
+from lockstep.kernels.triton.ring import arrived
 
 PAGE = gl.constexpr(form.PAGE)
 EMPTY = gl.constexpr(-1e30)
@@ -115,12 +116,6 @@ def _copy(
 
 
 @gluon.jit
-def _arrived(ready, at, STAGES: gl.constexpr):
-    """Waits for a slot's keys and values."""
-    mbarrier.wait(ready.index(at % STAGES), (at // STAGES) & 1)
-
-
-@gluon.jit
 def _scores(q, k_ring, zero, at, STAGES: gl.constexpr):
     """Starts q k^T of a step."""
     return warpgroup_mma(q, k_ring.index(at % STAGES).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -181,7 +176,7 @@ def _steps(
         if PINGPONG:
             mbarrier.wait(turns.index(WHICH), (turn & 1) ^ (WHICH == 0))
         else:
-            _arrived(ready, at, STAGES)  # it has, but the branch is of use: see below
+            arrived(ready, at, STAGES)  # it has, but the branch is of use: see below
         pending = _scores(q, k_ring, zero, at, STAGES)
         acc, den = _values(p, v_ring, ones, acc, den, at, STAGES)
         if PINGPONG:
@@ -190,7 +185,7 @@ def _steps(
         s = warpgroup_mma_wait(num_outstanding=2, deps=(pending,))
         new_p, m, decay = _soft(s, m, factor, rows, j * PAGE, MASK)
         # The branch in here also keeps the compiler from waiting for the values' product before it takes the exponentials.
-        _arrived(ready, at + 1, STAGES)
+        arrived(ready, at + 1, STAGES)
         acc, den = warpgroup_mma_wait(num_outstanding=0, deps=(acc, den))
         mbarrier.arrive(free.index(at % STAGES), count=1)
         acc, den, p = _times(acc, decay), _times(den, decay), new_p
@@ -242,7 +237,7 @@ def _attend(
         big_m = gl.full([64], EMPTY, gl.float32, row)
         big_l = gl.zeros([64, ONES], gl.float32, sums)
         big_a = gl.zeros([64, D], gl.float32, out)
-        _arrived(ready, ring, STAGES)
+        arrived(ready, ring, STAGES)
         for start in range(0, steps, STEPS):
             stop = gl.minimum(start + STEPS, steps)
             pending = _scores(q, k_ring, zero, ring + start, STAGES)
@@ -252,7 +247,7 @@ def _attend(
                 mbarrier.arrive(q_free, count=1, pred=start == 0)
             m = gl.full([64], EMPTY, gl.float32, row)
             p, m, _decay = _soft(s, m, factor, rows, start * PAGE, True)
-            _arrived(ready, ring + start + 1, STAGES)
+            arrived(ready, ring + start + 1, STAGES)
             den = gl.zeros([64, ONES], gl.float32, sums)
             acc = gl.zeros([64, D], gl.float32, out)
             middle = gl.maximum(gl.minimum(plain, stop), start + 1)
@@ -291,7 +286,7 @@ def _attend(
         seen = steps + (steps > 0).to(gl.int32)
         for j in range(seen, all_steps + 1):  # keys of other warpgroups' rows alone
             at = ring + j
-            _arrived(ready, at, STAGES)
+            arrived(ready, at, STAGES)
             mbarrier.arrive(free.index(at % STAGES), count=1)
         _finish(
             big_m, big_l, big_a, o_ptr, lse_ptr, vs_ptr, scale_ptr, scale_stride, first, count, h, g,
@@ -318,8 +313,8 @@ def _finish(
     inside = gl.expand_dims(r < count, 1)
     if OUT8:
         y = o.to(gl.bfloat16).to(gl.float32)
-        scale = _scale_of(gl.max(gl.abs(y), 1), POW2)
-        gl.store(o_ptr + at, _codes_of(y, gl.expand_dims(scale, 1) + gl.zeros_like(y)), mask=inside)
+        scale = scale_of(gl.max(gl.abs(y), 1), POW2)
+        gl.store(o_ptr + at, codes_of(y, gl.expand_dims(scale, 1) + gl.zeros_like(y)), mask=inside)
         gl.store(scale_ptr + h.to(gl.int64) * scale_stride + line, scale, mask=r < count)
     else:
         gl.store(o_ptr + at, o.to(gl.bfloat16), mask=inside)
@@ -329,7 +324,7 @@ def _finish(
 
 
 @gluon.jit
-def _scale_of(amax, POW2: gl.constexpr):
+def scale_of(amax, POW2: gl.constexpr):
     """`numbers.scale_of` for a tensor with a layout."""
     scale = gl.div_rn(gl.maximum(amax, 1e-12), gl.full_like(amax, 448.0))
     if POW2:
@@ -339,7 +334,7 @@ def _scale_of(amax, POW2: gl.constexpr):
 
 
 @gluon.jit
-def _codes_of(x, scale):
+def codes_of(x, scale):
     """`numbers.codes_of` for a tensor with a layout."""
     return gl.minimum(gl.maximum(gl.div_rn(x, scale), -448.0), 448.0).to(gl.float8e4nv)
 
