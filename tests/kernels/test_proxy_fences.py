@@ -63,6 +63,7 @@ def test_attention(
     monkeypatch: pytest.MonkeyPatch,
     codes: Codes,
 ) -> None:
+    from lockstep.kernels.packed_index import PrefillIndex
     from lockstep.kernels.triton import attention
 
     monkeypatch.setattr(attention, "WIDE", False)
@@ -72,7 +73,7 @@ def test_attention(
     scales = (torch.ones(groups), torch.ones(groups)) if kv8 else None
     q, table = torch.zeros(128, heads, dim, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.int32)
     for block in (64, 128):
-        index = attention.PrefillIndex(torch.zeros(3, 4, dtype=torch.int32), table, 128, block)
+        index = PrefillIndex(torch.zeros(3, 4, dtype=torch.int32), table, 128, block)
         attention.prefill(q, k, v, index, scales, lse=True)
     lengths, tables = torch.ones(128, dtype=torch.int32), torch.zeros(128, 3, dtype=torch.int32)
     attention.decode(q, k, v, attention.DecodeIndex(lengths, tables, 192), scales)

@@ -97,12 +97,13 @@ def test_narrow_products(compiled: list[tuple[str, Any]], tmp_path: Path, codes:
 def test_wide_attention(
     heads: int, groups: int, dim: int, block: int, compiled: list[tuple[str, Any]], tmp_path: Path
 ) -> None:
+    from lockstep.kernels.packed_index import PrefillIndex
     from lockstep.kernels.triton import attention
 
     k, v = (torch.zeros(9, groups, *s, dtype=torch.bfloat16) for s in ((64, dim), (dim, 64)))
     q, table = torch.zeros(128, heads, dim, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.int32)
     for longest in (128, 4096):
-        index = attention.PrefillIndex(torch.zeros(3, 4, dtype=torch.int32), table, longest, block)
+        index = PrefillIndex(torch.zeros(3, 4, dtype=torch.int32), table, longest, block)
         attention.prefill(q, k, v, index, (torch.ones(groups), torch.ones(groups)), lse=True)
     assert [name for name, _ in compiled] == ["_wide", "_wide"]
     code = [machine_code(kernel.asm["ptx"], tmp_path) for _, kernel in compiled]

@@ -98,14 +98,15 @@ def test_many_short_tiles(
 ) -> None:
     """Several small tiles a program, again and again, as a step of short samples has them: the stores of one tile are still on
     their way when the next one's queries are loaded, and those of the one after it copied."""
-    from lockstep.kernels.hopper import packed_index, packed_pages
+    from lockstep.kernels.hopper import packed_pages
+    from lockstep.kernels.packed_index import tables_of
 
     runs, rows = [], 0
     for prompt in (34, 41, 47, 53, 60) * 2:
         shared = shared_runs(prompt, (48,) * 7)
         runs += [Run(rows + r.row, r.count, r.position, rows + r.slots) for r in shared]
         rows += prompt + 48 * 7
-    index = packed_index(runs, heads // groups, CUDA)
+    index = tables_of(runs, CUDA)
     assert len(index.prefill.tiles_N4) * groups > 132, "several a program"
     q = torch.randn(rows, heads, dim, device=CUDA).bfloat16()
     k, v = (torch.randn(rows, groups, dim, device=CUDA).bfloat16() for _ in range(2))

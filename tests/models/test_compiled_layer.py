@@ -83,7 +83,7 @@ class Layer:
         index = kernels.index(runs, spec.num_heads // spec.num_kv_heads, torch.device(device))
         if layout == "packed":
             return DevicePacked(positions, index, scales)
-        walked = index.prefill
+        walked = index.tables.prefill
         if layout == "decode":
             lengths = torch.tensor([n + 1 for n in LENGTHS], dtype=torch.int32, device=device)
             pages = torch.tensor([[0, 1], [2, 0]], dtype=torch.int32, device=device)

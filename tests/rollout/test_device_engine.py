@@ -148,6 +148,18 @@ def test_preemption_changes_no_bit(kernels: Any) -> None:
     assert tight.preemptions > 0
 
 
+def test_a_prompt_longer_than_a_pass_with_every_row_taken(kernels: Any) -> None:
+    """Nothing else waits for a row, and the rest of the prompt has to be computed nevertheless."""
+    from lockstep.bench.random_model import random_decoder
+
+    spec = replace(PRESETS["qwen3-0.6b"], num_layers=2)
+    decoder = random_decoder(spec, fp8_flow(kv_fp8=True), kernels, torch.device("cuda"))
+    asked = [r for r in requests(spec.vocab_size) if len(r.prompt_ids) in (777, 1500)]
+    roomy = engine(decoder, 8, 16384).generate(asked, seed=4, step=0, expected_version=1)
+    one = engine(decoder, 1, 4096, max_batched_tokens=256)
+    assert by_sample(one.generate(asked, seed=4, step=0, expected_version=1)) == by_sample(roomy)
+
+
 def test_a_row_stops_at_its_stop_token_and_at_its_limit(kernels: Any) -> None:
     from lockstep.bench.random_model import random_decoder
 

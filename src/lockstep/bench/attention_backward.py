@@ -31,7 +31,7 @@ from lockstep.kernels.attention_index import Run
 from lockstep.numerics.formats import E4M3
 
 if TYPE_CHECKING:
-    from lockstep.kernels.hopper import PackedIndex
+    from lockstep.kernels.packed_index import PackedIndex
 
 PACKS = {
     "16 x 1024": (1024,) * 16,

@@ -58,9 +58,9 @@ class Tables:
 def tables() -> Tables:
     """Of `RUNS`. Outside of any fake mode, since it reads values."""
     from lockstep.kernels.gradient_index import gradient_index
-    from lockstep.kernels.hopper import packed_index
+    from lockstep.kernels.packed_index import tables_of
 
-    index, gradient = packed_index(RUNS, H // G, None), gradient_index(RUNS)
+    index, gradient = tables_of(RUNS), gradient_index(RUNS)
     assert index.prefill.block == 64 and index.pages == P
     return Tables(
         index.prefill.tiles_N4.tolist(),

@@ -22,7 +22,8 @@ from lockstep.kernels.attention_form import PAGE
 from lockstep.numerics.formats import E4M3
 
 if TYPE_CHECKING:
-    from lockstep.kernels.triton.attention import DecodeIndex, PrefillIndex
+    from lockstep.kernels.packed_index import PrefillIndex
+    from lockstep.kernels.triton.attention import DecodeIndex
 
 SPARE = 3
 """Pages that no sequence owns."""
@@ -63,7 +64,7 @@ class Paged:
     ) -> PrefillIndex:
         """Tiles for the last `queries[b]` positions of every sequence, packed one after the other. first: size of the first
         tile of a sequence, when it should differ from the others. longest: a larger bound than necessary."""
-        from lockstep.kernels.triton.attention import PrefillIndex
+        from lockstep.kernels.packed_index import PrefillIndex
 
         tiles, row = [], 0
         for b, (length, count) in enumerate(zip(self.lengths, queries, strict=True)):

@@ -42,8 +42,9 @@ from lockstep.trainer.workload import Card
 
 PHASES = ("old log-probabilities", "forward", "backward", "optimizer", "publication")
 GOAL_MODEL = "qwen3-1.7b"
-BROKEN = 0.8
-"""A gradient cosine below this is no rounding error: one side is wrong."""
+BROKEN = 0.5
+"""A gradient cosine of a layer below this is no rounding error: one side is wrong. With random weights, differences grow from
+layer to layer: 28 layers leave 0.83, 36 leave 0.78."""
 Times = dict[str, float]
 """Milliseconds by phase."""
 
@@ -290,7 +291,8 @@ def predicted_saved(side: Side, decoder: Decoder, batch: Batch) -> int:
 
 
 def wall_ratio(sides: Sides, batches: Sequence[Batch], repeats: int) -> tuple[float, Times]:
-    """(BF16 over FP8, milliseconds of each side) of forward and backward over small micro-batches, host time included."""
+    """(BF16 over FP8, milliseconds of each side) of forward and backward over small micro-batches, host time included. The FP8
+    side as the trainer runs it by default: captured passes where its decoder has `graphs`."""
     parameters = list(sides.ours.decoder.parameters())
     measured: dict[str, list[float]] = {side.name: [] for side in sides.both}
     for _ in range(repeats + 1):

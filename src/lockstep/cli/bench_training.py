@@ -32,6 +32,12 @@ Deterministic = Annotated[
     bool,
     typer.Option("--deterministic", help="The same bits in every run on our side; the baseline's differ."),
 ]
+Graphs = Annotated[
+    bool,
+    typer.Option(
+        "--graphs/--no-graphs", help="Captured training passes on our side, as the trainer has them."
+    ),
+]
 Profile = Annotated[bool, typer.Option("--profile", help="Also print the longest kernels of each side.")]
 ModelPath = Annotated[
     Path,
@@ -92,6 +98,7 @@ def train(
     small: Annotated[
         int, typer.Option(min=0, help="Also time micro-batches of so many rows by the wall; 0 doesn't.")
     ] = 512,
+    graphs: Graphs = True,
     profile: Profile = False,
     out: Out = None,
     goals: Goals = False,
@@ -102,6 +109,7 @@ def train(
     from lockstep.bench.profile import profile as longest
     from lockstep.bench.shapes import preset
     from lockstep.bench.sides import make_sides, random_batch, random_masters
+    from lockstep.models.trunk_graph import TrunkGraphs
 
     kernels, card = _kernels_and_card(ceilings)
     decoder = random_masters(preset(model), _flow(flow), kernels)
@@ -116,10 +124,15 @@ def train(
     if small:
         few = make_sides(decoder, [small], scales=scales, lean=lean, timer=bench.wall_ms)
         typer.echo(few.choices)
-        ratio, times = bench.wall_ratio(few, [random_batch(decoder, [small], seed=i) for i in range(8)], 5)
-        told = ", ".join(f"{side} {ms:.2f} ms" for side, ms in times.items())
-        typer.echo(f"8 micro-batches of {small} rows, by the wall: {told}: {ratio:.3f}x")
-        records.append({"rows": small, "micro_batches": 8, **times, "ratio": ratio})
+        short = [random_batch(decoder, [small], seed=i) for i in range(8)]
+        for captured in (False, True) if graphs else (False,):
+            decoder.graphs = TrunkGraphs() if captured else None
+            ratio, times = bench.wall_ratio(few, short, 5)
+            told = ", ".join(f"{side} {ms:.2f} ms" for side, ms in times.items())
+            how = "captured" if captured else "launched one by one"
+            typer.echo(f"8 micro-batches of {small} rows, by the wall, FP8 {how}: {told}: {ratio:.3f}x")
+            records.append({"rows": small, "micro_batches": 8, "graphs": captured, **times, "ratio": ratio})
+        decoder.graphs = None
     if profile:
         for side in sides.both:
             _say(longest(side.name, lambda side=side: bench.accumulate(side, batches[:1])))  # type: ignore[misc]
@@ -138,6 +151,7 @@ def step(
     flow: FlowName = "fp8+kv8",
     save_fp8: SaveFP8 = True,
     deterministic: Deterministic = False,
+    graphs: Graphs = True,
     out: Out = None,
     goals: Goals = False,
 ) -> None:
@@ -149,11 +163,13 @@ def step(
     from lockstep.bench import step as bench
     from lockstep.bench.shapes import preset
     from lockstep.bench.sides import random_masters
+    from lockstep.models.trunk_graph import TrunkGraphs
 
     kernels, card = _kernels_and_card(ceilings)
     work = bench.StepWork(prompts, samples, prompt_tokens, new_tokens, microbatch_tokens)
     decoder = random_masters(preset(model), _flow(flow), kernels)
     decoder.save_fp8, decoder.deterministic = save_fp8, deterministic
+    decoder.graphs = TrunkGraphs() if graphs else None
     found = bench.run_step(decoder, work, steps=steps, say=typer.echo)
     _say(found.lines())
     name = f"step-{model}-{prompts}x{samples}x{prompt_tokens}-{new_tokens}"

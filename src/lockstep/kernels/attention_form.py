@@ -13,6 +13,8 @@ from lockstep.numerics.formats import ScaleKind
 
 PAGE = 64
 """Tokens of a page on a GPU, and keys of a step of attention there: a part of the definition of its bits."""
+CHUNK = 2048
+"""Keys of one chunk on a GPU: a part of the definition too, since it fixes where states are joined."""
 WIDENED = 1024
 """Pages of e4m3 codes that a prefill on a GPU makes BF16 pages of, at most: 256 MiB for 8 heads of 128."""
 

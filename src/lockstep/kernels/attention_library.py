@@ -39,7 +39,7 @@ from lockstep.kernels.gradient_index import Dense, GradientIndex
 from lockstep.kernels.triton.attention_backward import sum_rows, two_pass_grad
 
 if TYPE_CHECKING:
-    from lockstep.kernels.hopper import PackedIndex
+    from lockstep.kernels.packed_index import PackedIndex, StaticIndex
 
 Path = Literal["two-pass", "cudnn", "flash", "formula"]
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -73,7 +73,7 @@ def attention_grad(
     v_SGD: Tensor,
     out_THD: Tensor,
     lse_TH: Tensor,
-    index: PackedIndex,
+    index: PackedIndex | StaticIndex,
     form: AttentionForm = PLAIN,
     *,
     deterministic: bool = True,

@@ -14,11 +14,14 @@ Shapes: T rows, K inputs, N outputs, H heads, G key/value heads, D head size, V 
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lockstep.kernels.attention_form import AttentionForm
+from lockstep.kernels.attention_index import Run
 from lockstep.kernels.reference import PackedWeight
 from lockstep.numerics.formats import Operand, ScaleKind
 from lockstep.numerics.quantize import Quantized
@@ -29,6 +32,13 @@ Scales = tuple[Tensor, Tensor]
 """FP32 scales [G] of keys and of values."""
 Norms = tuple[Tensor, Tensor]
 """BF16 weights [D] of the q and the k norm."""
+
+
+class StaticIndex(Protocol):
+    """An attention index whose storage stays while its runs change."""
+
+    def fill(self, runs: Sequence[Run]) -> None:
+        """Puts in runs of the room that it was made with."""
 
 
 class FusedKernels(Protocol):
@@ -83,7 +93,19 @@ class FusedKernels(Protocol):
         """Raises `maxima_2G` (FP32) to the absolute maxima of keys and values; NaN and infinity stay in them. `saturated` (int64,
         one element) grows by the number of elements beyond the range of `scales`."""
 
+    # Packs in fixed storage ------------------------------------------------------------------------------------
+
+    def room(self, runs: Sequence[Run]) -> Hashable:
+        """What a static index must have room for, to hold these runs: equal for runs that one index can hold in turn."""
+
+    def static_index(self, runs: Sequence[Run], group: int, device: torch.device) -> StaticIndex:
+        """An index with room for these runs; they are not in it yet."""
+
     # Backward ------------------------------------------------------------------------------------------------
+
+    def ready(self, weight: PackedWeight) -> None:
+        """Makes what an input gradient reads of the weight's present version now, not when it is first read. It stays in its
+        place from one version to the next."""
 
     def quantize_both(
         self, x_TN: Tensor, operand: Operand, *, rows: bool = True, columns: bool = True

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.attention_index import Run
+from lockstep.kernels.upload import upload
 
 KEY_TILE = 128
 """Keys of a tile that gathers over queries."""
@@ -85,20 +86,20 @@ def gradient_index(runs: Sequence[Run], device: torch.device | None = None) -> G
     whole = in_order and identity and all(r.position == 0 for r in runs)
     return GradientIndex(
         runs=tuple(runs),
-        rows_W=None if identity else rows.to(device),
+        rows_W=None if identity else upload(rows, device),
         shared=bool((sorted_rows[1:] == sorted_rows[:-1]).any()),
         entries=len(rows),
         key_rows=key_rows,
-        order_W=order.to(device),
-        begin_S1=torch.searchsorted(sorted_rows, torch.arange(key_rows + 1)).to(device),
-        query_starts=_starts([r.count for r in runs]).to(device),
-        key_starts=_starts(key_counts).to(device),
-        query_rows=None if in_order else queries.to(device),
+        order_W=upload(order, device),
+        begin_S1=upload(torch.searchsorted(sorted_rows, torch.arange(key_rows + 1)), device),
+        query_starts=upload(_starts([r.count for r in runs]), device),
+        key_starts=upload(_starts(key_counts), device),
+        query_rows=None if in_order else upload(queries, device),
         covered=len(queries) if len(queries) == int(queries.max()) + 1 else -1,
         longest_query=max(r.count for r in runs),
         longest_key=max(key_counts),
-        key_tiles_N6=_key_tiles(runs).to(device),
-        query_tiles_N5=_query_tiles(runs).to(device),
+        key_tiles_N6=upload(_key_tiles(runs), device),
+        query_tiles_N5=upload(_query_tiles(runs), device),
         spaced_rows=-(-(len(queries) + GAP * len(runs)) // 4) * 4,
         dense=_dense([r.count for r in runs], device) if whole else None,
     )
@@ -143,4 +144,4 @@ def _dense(lengths: Sequence[int], device: torch.device | None) -> Dense:
     if waste == 1.0:
         return Dense(len(lengths), length, None, waste)
     place = torch.cat([torch.arange(b * length, b * length + n) for b, n in enumerate(lengths)])
-    return Dense(len(lengths), length, place.to(device), waste)
+    return Dense(len(lengths), length, upload(place, device), waste)

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,9 +22,9 @@ from lockstep.kernels import in_place, products
 from lockstep.kernels.attention_form import PAGE, PLAIN, AttentionForm
 from lockstep.kernels.attention_index import Run
 from lockstep.kernels.attention_library import attention_grad
-from lockstep.kernels.gradient_index import GradientIndex, gradient_index
 from lockstep.kernels.hopper_backward import HopperGradients
 from lockstep.kernels.library import library_scale
+from lockstep.kernels.packed_index import PackedIndex, Room, StaticIndex, Tables, tables_of
 from lockstep.kernels.reference import PackedWeight
 from lockstep.kernels.renew import Renewed, Source
 from lockstep.kernels.table import WORKSPACE
@@ -39,23 +37,7 @@ from lockstep.numerics.quantize import Quantized
 
 Rows = Quantized | Tensor
 """Activations as a product takes them: 1x128 codes with scales, or BF16."""
-
-
-@dataclass(frozen=True)
-class PackedIndex:
-    """Pages for the keys of packed runs. Row `rows_W[i]` of the keys goes to slot `slots_W[i]`; prefill walks over them."""
-
-    prefill: attention.PrefillIndex
-    rows_W: Tensor
-    slots_W: Tensor
-    pages: int
-    runs: tuple[Run, ...]
-    group: int
-
-    @cached_property
-    def gradient(self) -> GradientIndex:
-        """What the backward pass walks over: made when it is first asked for, and kept for all layers."""
-        return gradient_index(self.runs, self.rows_W.device)
+Index = PackedIndex | StaticIndex
 
 
 class HopperKernels(HopperGradients):
@@ -170,15 +152,25 @@ class HopperKernels(HopperGradients):
         self, runs: Sequence[Run], group: int, device: torch.device | None = None
     ) -> PackedIndex:
         """Pages, block tables and query tiles of packed runs."""
-        return packed_index(runs, group, device)
+        return PackedIndex(tuple(runs), group, tables_of(runs, device))
+
+    def static_index(self, runs: Sequence[Run], group: int, device: torch.device) -> StaticIndex:
+        """See `FusedKernels`."""
+        return StaticIndex(Room.of(runs), group, device)
+
+    def room(self, runs: Sequence[Run]) -> Room:
+        """See `FusedKernels`."""
+        return Room.of(runs)
 
     def attention(  # type: ignore[override]
-        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, index: PackedIndex, form: AttentionForm = PLAIN
+        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, index: Index, form: AttentionForm = PLAIN
     ) -> tuple[Tensor, Tensor]:
         """(o [T, H, D], base-2 log-sum-exp [T, H] FP32) of packed rows; keys and values are copied to pages first."""
-        k_pages, v_pages = packed_pages(k_SGD, v_SGD, index, None)
+        k_pages, v_pages = packed_pages(k_SGD, v_SGD, index.tables, None)
         scales = _scales(form)
-        out, lse = attention.prefill(q_THD.contiguous(), k_pages, v_pages, index.prefill, scales, lse=True)
+        out, lse = attention.prefill(
+            q_THD.contiguous(), k_pages, v_pages, index.tables.prefill, scales, lse=True
+        )
         assert isinstance(out, Tensor)
         return out, lse
 
@@ -190,7 +182,7 @@ class HopperKernels(HopperGradients):
         v_SGD: Tensor,
         out_THD: Tensor,
         lse_TH: Tensor,
-        index: PackedIndex,
+        index: Index,
         form: AttentionForm = PLAIN,
         *,
         deterministic: bool = True,
@@ -205,15 +197,17 @@ class HopperKernels(HopperGradients):
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGD: Tensor,
-        index: PackedIndex,
+        index: Index,
         scales: tuple[Tensor, Tensor] | None,
         *,
         codes: ScaleKind | None = None,
         lse: bool = False,
     ) -> tuple[Rows, Tensor]:
         """See `FusedKernels`; keys and values go to pages of their own first, as the engine's do."""
-        k_pages, v_pages = packed_pages(k_TGD, v_TGD, index, scales)
-        out, lse_TH = attention.prefill(q_THD, k_pages, v_pages, index.prefill, scales, codes=codes, lse=lse)
+        k_pages, v_pages = packed_pages(k_TGD, v_TGD, index.tables, scales)
+        out, lse_TH = attention.prefill(
+            q_THD, k_pages, v_pages, index.tables.prefill, scales, codes=codes, lse=lse
+        )
         return (Quantized(*out, (1, BLOCK)) if isinstance(out, tuple) else out), lse_TH
 
     # Output head ----------------------------------------------------------------------------------------------
@@ -227,43 +221,20 @@ class HopperKernels(HopperGradients):
         return head.log_normalizer(logits_TV, torch.ones(len(logits_TV), device=logits_TV.device))
 
 
-def packed_index(runs: Sequence[Run], group: int, device: torch.device | None) -> PackedIndex:
-    """See `HopperKernels.index`."""
-    page, longest = 0, 0
-    tiles, tables, slots = [], [], []
-    block = 128 if sum(r.count for r in runs) > 64 * len(runs) else 64
-    for run in runs:
-        keys = run.position + run.count
-        pages = -(-keys // PAGE)
-        for start in range(0, run.count, block):
-            count = min(block, run.count - start)
-            tiles.append((run.row + start, count, run.position + start, page))
-        tables.append(torch.arange(page, page + pages, dtype=torch.int32))
-        slots.append(torch.arange(page * PAGE, page * PAGE + keys))
-        page += pages
-        longest = max(longest, keys)
-    tiles.sort(key=lambda t: -t[2])
-    rows_W = torch.cat([r.slots[: r.position + r.count].cpu() for r in runs])
-    prefill = attention.PrefillIndex(
-        torch.tensor(tiles, dtype=torch.int32).to(device), torch.cat(tables).to(device), longest, block
-    )
-    return PackedIndex(prefill, rows_W.to(device), torch.cat(slots).to(device), page, tuple(runs), group)
-
-
 def packed_pages(
-    k_SGD: Tensor, v_SGD: Tensor, index: PackedIndex, scales: tuple[Tensor, Tensor] | None
+    k_SGD: Tensor, v_SGD: Tensor, tables: Tables, scales: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of packed rows in BF16 pages. Under `scales`, and for rows that are codes already, pages hold the codes'
     values, exact in BF16: widened once here instead of in every tile of queries."""
     _, heads, dim = k_SGD.shape
     if k_SGD.dtype == E4M3:
         k_SGD, v_SGD = (x.float().bfloat16() for x in (k_SGD, v_SGD))
-    shape = (index.pages, heads)
+    shape = (tables.pages, heads)
     k_pages = k_SGD.new_empty(*shape, PAGE, dim)
     # A key that isn't there has p = 0, and 0 * value must be 0.
     v_pages = v_SGD.new_zeros(*shape, dim, PAGE)
     rope.write_pages(
-        k_SGD.contiguous(), v_SGD.contiguous(), index.rows_W, index.slots_W, k_pages, v_pages, scales
+        k_SGD.contiguous(), v_SGD.contiguous(), tables.rows_W, tables.slots_W, k_pages, v_pages, scales
     )
     return k_pages, v_pages
 

@@ -72,6 +72,11 @@ class HopperGradients(ReferenceKernels):
         kept_by_id[key] = (weakref.ref(weight, lambda _: kept_by_id.pop(key, None)), made)
         return made
 
+    def ready(self, weight: PackedWeight) -> None:
+        """See `FusedKernels`."""
+        if weight.codes is not None:
+            self.with_transpose(weight)
+
     def quantize_both(
         self, x_TN: Tensor, operand: Operand, *, rows: bool = True, columns: bool = True
     ) -> tuple[Quantized | None, Quantized | None]:
@@ -194,18 +199,28 @@ class HopperGradients(ReferenceKernels):
 
 
 def _transpose(weight: PackedWeight, old: Transposed | None) -> Transposed:
-    """Transposed codes, written over `old` ones of the same weight where there are any."""
+    """Transposed codes, written over `old` ones of the same weight where there are any: captured passes read these places."""
     assert weight.codes is not None
-    count, scale = weight.version.count, weight.codes.scale.t().contiguous()
-    if old is not None and old.codes is not None:
-        codes = old.codes.codes
-    else:
-        shape = Quantized(weight.codes.codes.t(), scale, weight.codes.group)
-        if library_scale(shape) is None:
-            return Transposed(count, None, None, weight.codes.dequantize().bfloat16())
-        codes = None
-    whole = Quantized(transpose.transpose_codes(weight.codes.codes, codes), scale, weight.codes.group)
-    return Transposed(count, whole, library_scale(whole), None)
+    held, count = weight.codes, weight.version.count
+    if old is not None and old.values is not None:
+        old.values.copy_(held.dequantize())
+        return Transposed(count, None, None, old.values)
+    if old is not None and old.codes is not None and old.scale is not None:
+        transpose.transpose_codes(held.codes, old.codes.codes)
+        old.codes.scale.copy_(held.scale.t())
+        old.scale.copy_(_library_scale(old.codes))
+        return Transposed(count, old.codes, old.scale, None)
+    shape = Quantized(held.codes.t(), held.scale.t().contiguous(), held.group)
+    if library_scale(shape) is None:
+        return Transposed(count, None, None, held.dequantize().bfloat16())
+    whole = Quantized(transpose.transpose_codes(held.codes, None), shape.scale, held.group)
+    return Transposed(count, whole, _library_scale(whole), None)
+
+
+def _library_scale(weight: Quantized) -> Tensor:
+    scale = library_scale(weight)
+    assert scale is not None, "the library takes this shape"
+    return scale
 
 
 def _pair(found: tuple[Codes | None, Codes | None]) -> tuple[Quantized | None, Quantized | None]:

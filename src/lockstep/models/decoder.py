@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ from lockstep.nn.norm import RMSNorm
 from lockstep.nn.rope import Rope
 from lockstep.nn.working import Refreshed, Working, contents, refresh
 from lockstep.numerics.flow import Flow
+
+if TYPE_CHECKING:
+    from lockstep.models.trunk_graph import TrunkGraphs
 
 BETWEEN = -1
 """Version of working copies while they are remade; they keep it when that fails."""
@@ -104,6 +108,7 @@ class Decoder(nn.Module):
     Where kernels fuse, attributes trade memory of the training forward. checkpointing: a layer keeps its input only and runs
     again in the backward pass, with the same bits. save_fp8: FP8 layers keep gate and up as codes; gradients change a little.
     Without `deterministic` the gradient of attention may come from a library that adds in no fixed order, where it is faster.
+    With `graphs` the layers of a training pass are captured and launched at once (`trunk_graph.py`).
     """
 
     def __init__(self, spec: ModelSpec, flow: Flow, kernels: Kernels) -> None:
@@ -115,6 +120,7 @@ class Decoder(nn.Module):
         self.version = self.refreshes = 0
         self.checkpointing = self.save_fp8 = False
         self.deterministic = True
+        self.graphs: TrunkGraphs | None = None
         self.family: list[tuple[dict[str, nn.Module | None], list[nn.Module | None]]] = []
         self.found: list[tuple[str, Working]] = []
 

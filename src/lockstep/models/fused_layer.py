@@ -46,6 +46,8 @@ def hidden(decoder: Decoder, ids_T: Tensor, context: DevicePacked) -> Tensor:
 
     Raises ConfigError for what has no gradient on such a backend: experts, FP8 queries, one FP8 operand against a BF16 one.
     """
+    if decoder.graphs is not None and decoder.graphs.takes(context):
+        return decoder.graphs.hidden(decoder, ids_T, context)
     refuse(decoder)
     h_TK: Tensor = decoder.model.embed_tokens(ids_T)
     delta_TK: Tensor | None = None
@@ -87,6 +89,17 @@ class Step:
     def apply(self, h_TK: Tensor, delta_TK: Tensor | None) -> tuple[Tensor, Tensor]:
         """(residual stream, what is to be added to it), differentiable in both and in the layer's parameters."""
         return _Layer.apply(h_TK, delta_TK, self, *parameters_of(self.layer))  # type: ignore[no-any-return]
+
+    def forward(self, h_TK: Tensor, delta_TK: Tensor | None) -> tuple[Tensor, Tensor, Saved | Tensor]:
+        """`apply`'s results, and what the backward pass starts from: everything it reads, or the layer's input alone."""
+        h_TK, x = normed(self.layer.input_layernorm, h_TK, delta_TK, operand(self.layer.self_attn.qkv))
+        saved, y = self.run(h_TK, x)
+        assert isinstance(self.layer.mlp, MLP)
+        return (
+            saved.h2_TK,
+            project(self.layer.mlp.down_proj.alone, y),
+            saved.h_TK if self.checkpointing else saved,
+        )
 
     def run(self, h_TK: Tensor, x: Rows, *, again: bool = False) -> tuple[Saved, Rows]:
         """(what backward reads, input of the last product) from the residual stream and its first norm."""
@@ -130,17 +143,12 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any, h_TK: Tensor, delta_TK: Tensor | None, step: Step, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
-        layer = step.layer
-        h_TK, x = normed(layer.input_layernorm, h_TK, delta_TK, operand(layer.self_attn.qkv))
-        saved, y = step.run(h_TK, x)
-        assert isinstance(layer.mlp, MLP)
-        delta_TK = project(layer.mlp.down_proj.alone, y)
-        h2_TK = saved.h2_TK
+        h2_TK, delta_TK, saved = step.forward(h_TK, delta_TK)
         # What backward reads lies outside of autograd's keeping, so that each tensor can go as soon as it was read. Outputs
         # are detached, else they would keep this node, and it them.
-        saved.h2_TK = h2_TK.detach()
-        ctx.step, ctx.parameters = step, parameters
-        ctx.saved = saved.h_TK if step.checkpointing else saved
+        if isinstance(saved, Saved):
+            saved.h2_TK = h2_TK.detach()
+        ctx.step, ctx.parameters, ctx.saved = step, parameters, saved
         return h2_TK, delta_TK
 
     @staticmethod

@@ -19,8 +19,8 @@ from lockstep.numerics.formats import BLOCK, ScaleKind
 from lockstep.numerics.quantize import Quantized
 
 if TYPE_CHECKING:
-    from lockstep.kernels.hopper import PackedIndex
-    from lockstep.kernels.triton.attention import DecodeIndex, PrefillIndex
+    from lockstep.kernels.packed_index import PackedIndex, PrefillIndex, StaticIndex
+    from lockstep.kernels.triton.attention import DecodeIndex
     from lockstep.nn.attention import Attention
 
 
@@ -91,22 +91,24 @@ class DevicePages:
 class DevicePacked:
     """Rows of several sequences side by side, with or without gradient.
 
-    scales, collector, quantize: as in `PackedContext`. Keys and values under scales become codes on their way; whoever gives a
-    collector reads it, else `finish` looks for non-finite ones.
+    scales, collector, quantize: as in `PackedContext`. seen_T11: 1 for rows that a collector may see, 0 for others. Keys and
+    values under scales become codes on their way; whoever gives a collector reads it, else `finish` looks for non-finite ones.
     """
 
     def __init__(
         self,
         positions_T: Tensor,
-        index: PackedIndex,
+        index: PackedIndex | StaticIndex,
         scales: KVScales | None = None,
         routes: Routes | None = None,
         *,
         collector: AmaxCollector | None = None,
         quantize: bool = True,
+        seen_T11: Tensor | None = None,
     ) -> None:
         self.positions_T, self.index, self.routes = positions_T, index, routes
         self.scales, self.collector, self.quantize = scales, collector, quantize
+        self.seen_T11 = seen_T11
         self.own: AmaxCollector | None = None
         if scales is not None and collector is None and quantize:
             self.own = self.collector = AmaxCollector.for_scales(scales)
@@ -187,6 +189,8 @@ class DevicePacked:
     def _watch(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, attention: Attention) -> None:
         if self.collector is not None:
             scales = layer_scales(self.scales, layer)
+            if self.seen_T11 is not None:
+                k_TGD, v_TGD = k_TGD * self.seen_T11, v_TGD * self.seen_T11
             self.collector.watch(layer, k_TGD, v_TGD, scales, fused_kernels(attention))
 
 

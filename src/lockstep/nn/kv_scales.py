@@ -116,6 +116,18 @@ class AmaxCollector:
         if scales is not None:
             self._elements += k_SGD.numel() + v_SGD.numel()
 
+    def clear(self) -> None:
+        """Forgets what was seen."""
+        self._maxima.zero_()
+        self._saturated.zero_()
+        self._elements = 0
+
+    def add(self, other: AmaxCollector, elements: int) -> None:
+        """Takes in what another one saw, `elements` of it under scales."""
+        torch.maximum(self._maxima, other._maxima, out=self._maxima)
+        self._saturated += other._saturated
+        self._elements += elements
+
     def read(self) -> KVMaxima:
         """What was seen so far, in one transfer. Raises ContractError naming the first layer with a non-finite key or value:
         its code would have been a plausible number."""

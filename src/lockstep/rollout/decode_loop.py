@@ -16,18 +16,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import ContractError
 from lockstep.nn.kv_scales import KVScales
-from lockstep.rollout.decode_state import DecodeState, Entry
 from lockstep.rollout.noise import row_state
 from lockstep.rollout.runner import Runner
 from lockstep.rollout.scheduler import Scheduler
 from lockstep.rollout.sequence import Sequence
 from lockstep.rollout.types import FinishReason
+
+if TYPE_CHECKING:
+    from lockstep.rollout.decode_state import DecodeState
 
 AHEAD = 2
 """Windows in flight before the oldest is read."""
@@ -95,9 +98,9 @@ class DecodeLoop:
         return any(len(s.output) + n < s.group.request.params.max_tokens for s, n in flying.items())
 
     def admit(self) -> None:
-        """Prefills waiting prompts into free rows until nothing more fits."""
+        """Prefills waiting prompts into free rows until nothing more fits, each of them to its end."""
         scheduler = self.scheduler
-        while scheduler.waiting and len(scheduler.running) < self.state.rows:
+        while (scheduler.waiting and len(scheduler.running) < self.state.rows) or self._prefilling():
             work = scheduler.schedule()
             for item, hidden in zip(
                 work, self.runner.forward(work, self.scales) if work else [], strict=True
@@ -112,8 +115,14 @@ class DecodeLoop:
             if not work and not ready:
                 return
 
+    def _prefilling(self) -> bool:
+        """Whether some prompt is computed in part: it was longer than the token budget left to it."""
+        return any(s.hidden is None and not s.decoding for s in self.scheduler.running)
+
     def enter(self, ready: list[Sequence]) -> None:
         """Draws the first token of sequences that are computed, and gives them rows."""
+        from lockstep.rollout.decode_state import Entry  # needs Triton
+
         free = iter([r for r, owner in enumerate(self.owners) if owner is None])
         entries = []
         for sequence in ready:

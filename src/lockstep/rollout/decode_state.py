@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.kernels.attention_form import CHUNK
 from lockstep.kernels.triton import head as sampling
 from lockstep.kernels.triton import steps
-from lockstep.kernels.triton.attention import CHUNK, DecodeIndex
+from lockstep.kernels.triton.attention import DecodeIndex
+from lockstep.kernels.upload import upload
 from lockstep.models.decoder import Decoder
 from lockstep.nn.device_context import DevicePages
 from lockstep.nn.kv_scales import KVScales
@@ -101,7 +103,7 @@ class DecodeState:
         device = hidden_NK.device
 
         def column(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+            return upload(torch.tensor(values, dtype=dtype), device)
 
         row = column([e.row for e in entries])
         drawn, limit = column([e.drawn for e in entries]), column([e.limit for e in entries])

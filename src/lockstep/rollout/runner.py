@@ -72,7 +72,7 @@ class Runner:
 
     def _forward_on_device(self, work: list[Work], scales: KVScales | None) -> list[Tensor]:
         """The same through the fused kernels: tiles of queries over block tables."""
-        from lockstep.kernels.triton.attention import PrefillIndex
+        from lockstep.kernels.packed_index import PrefillIndex
 
         device = self.cache.k.device
         most = max(item.count for item in work)

@@ -106,7 +106,7 @@ class Scheduler:
             sequence.pages = self.cache.recall(sequence.tokens)
             sequence.computed = len(sequence.pages) * self.cache.page_size
             count = min(len(sequence.tokens) - sequence.computed, budget)
-            if count == 0 or not self.cache.grow(sequence.pages, sequence.computed + count):
+            if count == 0 or not self.cache.grow(sequence.pages, len(sequence.tokens)):
                 self.cache.release(sequence.pages)
                 sequence.computed = 0
                 return

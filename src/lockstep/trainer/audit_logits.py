@@ -34,8 +34,9 @@ COMPARED_ROWS = 256
 def decoded_logits(decoder: Decoder, completions: Sequence[Completion], scales: KVScales | None) -> Tensor:
     """[N, V] FP32: the logits that each token was drawn from, before any temperature. The first of a sample comes from prefill,
     every other from a step with one query a sample."""
+    from lockstep.kernels.attention_form import CHUNK
     from lockstep.kernels.triton import steps
-    from lockstep.kernels.triton.attention import CHUNK, DecodeIndex
+    from lockstep.kernels.triton.attention import DecodeIndex
 
     device, kernels = decoder.device, decoder.kernels
     lengths = [len(c.prompt_ids) + len(c.token_ids) for c in completions]

@@ -20,6 +20,7 @@ from torch import Tensor
 from lockstep.errors import ContractError
 from lockstep.kernels.attention_index import Run, build_index
 from lockstep.kernels.table import Kernels
+from lockstep.kernels.upload import upload
 from lockstep.models.decoder import Decoder
 from lockstep.nn.kv_scales import AmaxCollector, KVScales
 from lockstep.nn.packed import packed_context
@@ -138,14 +139,16 @@ def make_microbatch(
     mask = SamplingMask.join([c.sampling_mask for c in completions], [len(c.token_ids) for c in completions])
     mask = None if mask is None else mask.select(trained_R)
     return MicroBatch(
-        torch.tensor(ids).to(device),
-        torch.cat(positions).to(device),
+        upload(torch.tensor(ids), device),
+        upload(torch.cat(positions), device),
         build_index(runs, group, device) if kernels is None else kernels.index(runs, group, device),
-        torch.tensor(rows)[trained_R].to(device),
-        torch.tensor([t for c in completions for t in c.token_ids])[trained_R].to(device),
-        torch.tensor([p for c in completions for p in c.trained_logprobs], dtype=torch.float32).to(device),
-        temperatures.repeat_interleave(lengths).to(device),
-        torch.arange(len(completions)).repeat_interleave(lengths).to(device),
+        upload(torch.tensor(rows)[trained_R], device),
+        upload(torch.tensor([t for c in completions for t in c.token_ids])[trained_R], device),
+        upload(
+            torch.tensor([p for c in completions for p in c.trained_logprobs], dtype=torch.float32), device
+        ),
+        upload(temperatures.repeat_interleave(lengths), device),
+        upload(torch.arange(len(completions)).repeat_interleave(lengths), device),
         mask if mask is None or device is None else mask.to(device),
         one_scale_version(completions),
         joined_routes(routes, len(ids)),

@@ -100,6 +100,9 @@ class UpdateSpec:
     deterministic: bool = True
     """Gradients have the same bits in every run. Off, on a GPU with a BF16 KV cache, the gradient of attention may come from a
     library that adds in no fixed order: faster for long sequences of equal lengths."""
+    cuda_graphs: bool = True
+    """On a GPU: launch the layers of a micro-batch of up to 16,384 rows as two captured passes instead of kernel by kernel. Packs
+    are padded a little for that; the forward's bits stay, weight gradients may round elsewhere."""
 
     def __post_init__(self) -> None:
         if self.steps < 0 or min(self.mini_batches, self.epochs, self.max_tokens_per_microbatch) < 1:

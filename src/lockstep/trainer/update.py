@@ -28,6 +28,7 @@ from lockstep.correction.presets import Correction
 from lockstep.correction.tighten import tighten
 from lockstep.data.packing import GroupLengths, fill_ratio, pack
 from lockstep.errors import CheckpointError, ContractError
+from lockstep.kernels.upload import upload
 from lockstep.models.build import empty_decoder
 from lockstep.models.decoder import Decoder
 from lockstep.nn.kv_scales import AmaxCollector, KVMaxima, KVScales
@@ -206,11 +207,11 @@ class Updater:
             logp_N, entropy_N = self.log_probs(micro, scales)
             seen.append(Scored(chosen, micro.sample_N, logp_N.detach(), micro.rollout_N))
             terms = self.corrector.terms(chosen, CurrentLogp(logp_N), RolloutLogp(micro.rollout_N))
-            coef_N = torch.tensor([coef_of[id(s)] for s in chosen]).to(device)[micro.sample_N]
+            coef_N = upload(torch.tensor([coef_of[id(s)] for s in chosen]), device)[micro.sample_N]
             inputs = LossInput(
                 logp_N,
                 terms.anchor_N,
-                torch.tensor([s.advantage for s in chosen]).to(device)[micro.sample_N],
+                upload(torch.tensor([s.advantage for s in chosen]), device)[micro.sample_N],
                 micro.sample_N,
                 coef_N if terms.keep_N is None else torch.where(terms.keep_N, coef_N, 0.0),
                 weight_N=terms.weight_N,

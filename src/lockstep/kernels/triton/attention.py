@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.kernels.attention_form import PAGE, WIDENED
+from lockstep.kernels.attention_form import CHUNK, PAGE, WIDENED
 from lockstep.kernels.operation import operation
+from lockstep.kernels.packed_index import PrefillIndex
 from lockstep.kernels.triton import paged_attention, wide_attention
 from lockstep.kernels.triton.attention_loop import decode_kernel, join_kernel, prefill_kernel
 from lockstep.kernels.triton.quantize import empty_codes
@@ -27,27 +28,11 @@ from lockstep.numerics.formats import ScaleKind
 
 Codes = tuple[Tensor, Tensor]
 """e4m3 codes and their scales."""
-CHUNK = 2048
-"""Keys of one chunk: a part of the definition, since it fixes where states are joined."""
 WIDE = True
 """Whether prefill goes through `wide_attention.py` where that takes the shapes. No bit may depend on it."""
 PAGED = True
 """Whether decode goes through `paged_attention.py` where that takes the shapes. No bit may depend on it."""
 LOG2E = 1.0 / math.log(2.0)
-
-
-@dataclass(frozen=True)
-class PrefillIndex:
-    """Query tiles and block tables of one forward pass.
-
-    tiles_N4: int32 (first query row, rows, position of the first, where its sequence's table begins). table: int32 pages,
-    sequence after sequence. longest: last position + 1 of any tile. block: rows of a tile.
-    """
-
-    tiles_N4: Tensor
-    table: Tensor
-    longest: int
-    block: int
 
 
 def prefill(

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.kernels.upload import upload
+
 FIELDS = 8
 """Addresses of each tensor, at most."""
 FOUND = 8
@@ -57,7 +59,7 @@ class Table:
         rows = [row + (0,) * (FIELDS - len(row)) for members in self._waiting.values() for row in members]
         if not rows:
             return []
-        table = torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+        table = upload(torch.tensor(rows, dtype=torch.int64), device)
         found = torch.zeros(len(rows), SHARDS, FOUND, dtype=torch.int64, device=device)
         sizes = [len(members) for members in self._waiting.values()]
         parts = zip(self._waiting, table.split(sizes), found.split(sizes), strict=True)

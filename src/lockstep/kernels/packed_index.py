@@ -1,0 +1,191 @@
+"""Where the rows of a packed forward pass keep their keys, and which tiles of queries walk over them: on a GPU.
+
+`PackedIndex` is made for one pack. `StaticIndex` has room for many packs and stays where it is, so a captured pass can read the
+next pack through it: what its kernels are launched over depends on the room alone.
+Lists that are shorter than their room end in copies of their last entry. A tile twice writes the same values twice.
+
+Next: `gradient_index.py`, the backward pass's view; `../models/trunk_graph.py`, which captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.attention_form import CHUNK, PAGE
+from lockstep.kernels.attention_index import Run
+from lockstep.kernels.gradient_index import GAP, KEY_TILE, QUERY_TILE, GradientIndex, gradient_index
+from lockstep.kernels.upload import upload
+
+ALIGNED = 64
+"""Lists of a static index begin at multiples of so many numbers."""
+RUNS, SHARED_ENTRIES, SHARED_PAGES = 8, 1024, 64
+"""A room is rounded up to multiples of these, so that few rooms occur."""
+
+
+@dataclass(frozen=True)
+class PrefillIndex:
+    """Query tiles and block tables of one forward pass.
+
+    tiles_N4: int32 (first query row, rows, position of the first, where its sequence's table begins). table: int32 pages,
+    sequence after sequence. longest: last position + 1 of any tile. block: rows of a tile.
+    """
+
+    tiles_N4: Tensor
+    table: Tensor
+    longest: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Row `rows_W[i]` of the keys goes to slot `slots_W[i]` of so many pages; prefill walks over them."""
+
+    prefill: PrefillIndex
+    rows_W: Tensor
+    slots_W: Tensor
+    pages: int
+
+
+def block_of(runs: Sequence[Run]) -> int:
+    """Rows of a tile of queries."""
+    return 128 if sum(r.count for r in runs) > 64 * len(runs) else 64
+
+
+def tables_of(runs: Sequence[Run], device: torch.device | None = None) -> Tables:
+    """Pages, block tables and query tiles, those with most keys first."""
+    page, longest = 0, 0
+    tiles, tables, slots = [], [], []
+    block = block_of(runs)
+    for run in runs:
+        keys = run.position + run.count
+        pages = -(-keys // PAGE)
+        for start in range(0, run.count, block):
+            count = min(block, run.count - start)
+            tiles.append((run.row + start, count, run.position + start, page))
+        tables.append(torch.arange(page, page + pages, dtype=torch.int32))
+        slots.append(torch.arange(page * PAGE, page * PAGE + keys))
+        page += pages
+        longest = max(longest, keys)
+    tiles.sort(key=lambda t: -t[2])
+    rows_W = torch.cat([r.slots[: r.position + r.count].cpu() for r in runs])
+    prefill = PrefillIndex(
+        upload(torch.tensor(tiles, dtype=torch.int32), device),
+        upload(torch.cat(tables), device),
+        longest,
+        block,
+    )
+    return Tables(prefill, upload(rows_W, device), upload(torch.cat(slots), device), page)
+
+
+@dataclass(frozen=True)
+class PackedIndex:
+    """Packed runs, for `group` query heads a key/value head. tables: what the forward pass walks over."""
+
+    runs: tuple[Run, ...]
+    group: int
+    tables: Tables
+
+    @cached_property
+    def gradient(self) -> GradientIndex:
+        """What the backward pass walks over: made when it is first asked for, and kept for all layers."""
+        return gradient_index(self.runs, self.tables.rows_W.device)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a static index can hold: exactly `rows` rows, at most so many runs, keys of all runs, and pages. block: rows of a
+    tile of queries. chunked: some row sees more than one chunk of keys. shared: some key belongs to several runs."""
+
+    rows: int
+    runs: int
+    entries: int
+    pages: int
+    block: int
+    chunked: bool
+    shared: bool
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> Room:
+        """For runs that cover all rows, and for others like them."""
+        rows, keys = sum(r.count for r in runs), [r.position + r.count for r in runs]
+        count, shared = _up(len(runs), RUNS), any(r.position > 0 for r in runs)
+        pages = _up(sum(-(-k // PAGE) for k in keys), SHARED_PAGES) if shared else rows // PAGE + count
+        entries = _up(sum(keys), SHARED_ENTRIES) if shared else rows
+        return cls(rows, count, entries, pages, block_of(runs), max(keys) > CHUNK, shared)
+
+
+class StaticIndex:
+    """An index in fixed storage, read like a `PackedIndex` that `fill` has put in."""
+
+    def __init__(self, room: Room, group: int, device: torch.device) -> None:
+        self.room, self.group = room, group
+        tiles, key_tiles = room.rows // room.block + room.runs, room.entries // KEY_TILE + room.runs
+        query_tiles = room.rows // QUERY_TILE + room.runs
+        self._small = _Lists(
+            [(tiles, 4), (room.pages,), (key_tiles, 6), (query_tiles, 5)], torch.int32, device
+        )
+        self._large = _Lists([(room.entries,)] * 3 + [(room.rows + 1,)], torch.int64, device)
+        tiles_N4, table, key_tiles_N6, query_tiles_N5 = self._small.views
+        rows_W, slots_W, order_W, begin_S1 = self._large.views
+        longest = CHUNK + 1 if room.chunked else CHUNK
+        self.tables = Tables(PrefillIndex(tiles_N4, table, longest, room.block), rows_W, slots_W, room.pages)
+        starts = torch.zeros(room.runs + 1, dtype=torch.int32, device=device)  # only a library reads them
+        self.gradient = GradientIndex(
+            runs=(),
+            rows_W=rows_W if room.shared else None,
+            shared=room.shared,
+            entries=room.entries,
+            key_rows=room.rows,
+            order_W=order_W,
+            begin_S1=begin_S1,
+            query_starts=starts,
+            key_starts=starts,
+            query_rows=None,
+            covered=room.rows,
+            longest_query=room.rows,
+            longest_key=longest,
+            key_tiles_N6=key_tiles_N6,
+            query_tiles_N5=query_tiles_N5,
+            spaced_rows=_up(room.rows + GAP * room.runs, 4),
+            dense=None,
+        )
+
+    def fill(self, runs: Sequence[Run]) -> None:
+        """Puts in runs of this room."""
+        assert Room.of(runs) == self.room, "these runs have another room"
+        forward, backward = tables_of(runs), gradient_index(runs)
+        prefill = forward.prefill
+        self._small.fill([prefill.tiles_N4, prefill.table, backward.key_tiles_N6, backward.query_tiles_N5])
+        self._large.fill([forward.rows_W, forward.slots_W, backward.order_W, backward.begin_S1])
+
+
+class _Lists:
+    """Lists of one type side by side, so that they travel in one copy."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+        self.shapes = shapes
+        sizes = [_up(torch.Size(shape).numel(), ALIGNED) for shape in shapes]
+        self.all = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        parts = self.all.split(sizes)
+        self.views = [p[: torch.Size(s).numel()].view(s) for p, s in zip(parts, shapes, strict=True)]
+        self.sizes = sizes
+
+    def fill(self, lists: Sequence[Tensor]) -> None:
+        """Each list, then its last entry as often as there is room."""
+        pinned = self.all.is_cuda
+        staged = torch.empty(self.all.shape, dtype=self.all.dtype, pin_memory=pinned)
+        for part, shape, found in zip(staged.split(self.sizes), self.shapes, lists, strict=True):
+            assert len(found) <= shape[0], "a list is longer than its room"
+            view = part[: torch.Size(shape).numel()].view(shape)
+            view[: len(found)] = found
+            view[len(found) :] = found[-1]
+        self.all.copy_(staged, non_blocking=pinned)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step

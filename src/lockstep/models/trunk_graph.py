@@ -1,0 +1,321 @@
+"""The training pass through all layers as two CUDA graphs, one forward and one backward: the host launches both at once.
+
+Launching a layer's kernels one by one takes a host some milliseconds, whatever the number of rows; short micro-batches would
+wait for it. A captured pass runs over fixed storage, so a pack is padded to one of few numbers of rows, and its index is put into
+a static one (`kernels/packed_index.py`). Rows of padding are one more sequence of zeros without gradient: no other row sees them.
+Forward rows keep their bits. Sums over tokens run over more rows than without, so weight gradients may round elsewhere; they
+have the same bits whenever the same pack meets the same weights.
+
+Weight gradients are added up in totals that stay, and become `.grad` of the parameters: hooks don't see them. Between the two
+passes of a micro-batch no other may begin: what is kept for the backward pass lies in storage that all captured passes share.
+
+Next: `fused_layer.py` for the layers, which are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.attention_index import Run
+from lockstep.models.fused import fused_kernels, normed, weight_of
+from lockstep.models.fused_backward import Saved, layer_backward
+from lockstep.models.fused_layer import Step, parameters_of, refuse
+from lockstep.nn.device_context import DevicePacked
+from lockstep.nn.kv_scales import AmaxCollector, KVScales
+from lockstep.nn.mlp import MLP
+
+if TYPE_CHECKING:
+    from lockstep.models.decoder import Decoder
+
+MOST_ROWS = 16384
+"""Packs of more rows are launched one by one: the host keeps up, and they would hold much memory."""
+LEAST_STEP, STEPS = 128, 16
+"""A pack is padded to a multiple of 128 rows, from 4,096 rows on to one of a sixteenth of the power of two below."""
+MOST_GRAPHS = 32
+"""Captured passes that are kept."""
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of the captured pass for so many."""
+    step = max(LEAST_STEP, (1 << (rows.bit_length() - 1)) // STEPS)
+    return -(-rows // step) * step
+
+
+class TrunkGraphs:
+    """Captured passes of a decoder, by the room that a pack needs and by what is done with it. turn: counts passes."""
+
+    def __init__(self) -> None:
+        self.passes: dict[Hashable, CapturedPass] = {}
+        self.totals: dict[int, Tensor] = {}
+        self.turn = 0
+        self._rows: Rows | None = None
+        self._pool: Any = None
+        self._seen: tuple[int, ...] = ()
+        self._places: tuple[int, ...] = ()
+
+    def takes(self, context: DevicePacked) -> bool:
+        """Whether a pack can go this way."""
+        return context.routes is None and len(context.positions_T) <= MOST_ROWS
+
+    def hidden(self, decoder: Decoder, ids_T: Tensor, context: DevicePacked) -> Tensor:
+        """Final normed hidden states [T, K], differentiable, as `fused_layer.hidden` gives them."""
+        refuse(decoder)
+        h_TK: Tensor = decoder.model.embed_tokens(ids_T)
+        runs = padded_runs(cast("Any", context.index).runs, len(h_TK))
+        captured = self._pass_for(decoder, runs, context, h_TK)
+        anchor = captured.parameters[0] if captured.parameters else None
+        out_TK: Tensor = _Replayed.apply(h_TK, anchor, captured, context, runs)
+        context.finish()
+        return out_TK
+
+    def _pass_for(
+        self, decoder: Decoder, runs: tuple[Run, ...], context: DevicePacked, h_TK: Tensor
+    ) -> CapturedPass:
+        self._check_storage(decoder)
+        key = (
+            fused_kernels(decoder.kernels).room(runs), context.scales is not None, context.quantize,
+            context.collector is not None, decoder.checkpointing, decoder.save_fp8, decoder.deterministic,
+            tuple(p.requires_grad for p in decoder.parameters()),
+        )  # fmt: skip
+        found = self.passes.pop(key, None)
+        if found is None:
+            rows = runs[-1].row + runs[-1].count
+            if self._rows is None or rows > len(self._rows.h_TK):
+                self._drop()  # the largest is captured first, so that the others fit into its memory
+                self._rows = Rows.like(h_TK, rows)
+            while len(self.passes) >= MOST_GRAPHS:
+                del self.passes[next(iter(self.passes))]
+            found = CapturedPass(self, decoder, runs, context, h_TK, self._rows.first(rows), self._pool)
+        self.passes[key] = found  # now the youngest
+        return found
+
+    def _check_storage(self, decoder: Decoder) -> None:
+        """Forgets captured passes when something that they read has moved."""
+        rope = decoder.model.rope.table_PD
+        seen = (decoder.refreshes, len(rope), rope.data_ptr(), *(id(p) for p in decoder.parameters()))
+        if seen == self._seen:
+            return
+        decoder.stack()
+        working = [module.working for _, module in decoder.working()]
+        tensors = [w.plain if w.codes is None else w.codes.codes for w in working]
+        places = (*seen[1:], *(t.data_ptr() for t in tensors if t is not None))
+        if places != self._places:
+            self._drop()
+            self.totals = {}
+        self._seen, self._places = seen, places
+
+    def _drop(self) -> None:
+        self.passes.clear()
+        self._rows = None
+        self._pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What goes into and comes out of a pass, [T, K]: rows, final states and their gradients. position_T, counting_T, seen_T11:
+    see `CapturedPass.load`. All passes share the storage."""
+
+    h_TK: Tensor
+    out_TK: Tensor
+    grad_TK: Tensor
+    dh_TK: Tensor
+    position_T: Tensor
+    counting_T: Tensor
+    seen_T11: Tensor
+
+    @classmethod
+    def like(cls, h_TK: Tensor, rows: int) -> Rows:
+        """For so many rows like these."""
+        device = h_TK.device
+        matrices = [torch.zeros(rows, h_TK.shape[1], dtype=h_TK.dtype, device=device) for _ in range(4)]
+        counting = torch.arange(rows, device=device)
+        seen = torch.ones(rows, 1, 1, dtype=h_TK.dtype, device=device)
+        h, out, grad, dh = matrices
+        return cls(h, out, grad, dh, counting.clone(), counting, seen)
+
+    def first(self, rows: int) -> Rows:
+        """The first rows."""
+        return Rows(**{f.name: getattr(self, f.name)[:rows] for f in fields(self)})
+
+
+def padded_runs(runs: tuple[Run, ...], rows: int) -> tuple[Run, ...]:
+    """These runs, and one of all rows that are added."""
+    more = padded_rows(rows) - rows
+    return (*runs, Run(rows, more, 0, torch.arange(rows, rows + more))) if more else runs
+
+
+class CapturedPass:
+    """Forward and backward of one room. rows: their storage, padding included."""
+
+    def __init__(
+        self,
+        graphs: TrunkGraphs,
+        decoder: Decoder,
+        runs: tuple[Run, ...],
+        context: DevicePacked,
+        h_TK: Tensor,
+        rows: Rows,
+        pool: Any,
+    ) -> None:
+        device, spec = h_TK.device, decoder.spec
+        self.graphs, self.decoder, self.rows, self.quantize = graphs, decoder, rows, context.quantize
+        self.kernels = fused_kernels(decoder.kernels)
+        self.parameters = tuple(p for p in _parameters(decoder) if p.requires_grad)
+        self.index = self.kernels.static_index(runs, spec.query_group, device)
+        self.scales: KVScales | None = None
+        if context.scales is not None:
+            self.scales = KVScales(torch.ones_like(context.scales.k), torch.ones_like(context.scales.v), 1)
+        self.collector: AmaxCollector | None = None
+        if context.collector is not None:
+            self.collector = AmaxCollector(spec.num_layers, spec.num_kv_heads, device)
+        for parameter in self.parameters:
+            if id(parameter) not in graphs.totals:
+                graphs.totals[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
+        self.saved: list[tuple[Step, Tensor | Saved]] = []
+        self.last_TK: Tensor | None = None
+        self.load(h_TK.detach(), context, runs)
+        self.ready()
+        if device.type == "cuda":  # compiles kernels, and proves products
+            self._forward()
+            self._backward(add=False)
+        self.forward = _again(self._forward, device, pool)
+        self.backward = _again(self._backward, device, pool)
+
+    def load(self, h_TK: Tensor, context: DevicePacked, runs: tuple[Run, ...]) -> None:
+        """Puts a pack into the storage that the passes read. Rows of padding are zeros at positions from 0 on, and no collector
+        sees them."""
+        rows, count = self.rows, len(h_TK)
+        rows.h_TK[:count], rows.position_T[:count] = h_TK, context.positions_T
+        rows.h_TK[count:].zero_()
+        rows.position_T[count:] = rows.counting_T[: len(rows.h_TK) - count]
+        rows.seen_T11[:count].fill_(1.0)
+        rows.seen_T11[count:].zero_()
+        self.index.fill(runs)
+        if self.scales is not None and context.scales is not None:
+            self.scales.k.copy_(context.scales.k)
+            self.scales.v.copy_(context.scales.v)
+        if self.collector is not None:
+            self.collector.clear()
+
+    def ready(self) -> None:
+        """Makes what the backward pass reads of the weights, where a version is new."""
+        for layer in self.decoder.model.layers:
+            attention, mlp = cast("Any", layer).self_attn, cast("Any", layer).mlp
+            for projection in (attention.qkv, attention.o_proj.alone, mlp.gate_up, mlp.down_proj.alone):
+                self.kernels.ready(weight_of(projection))
+
+    def begin_totals(self) -> None:
+        """The totals become the gradients: zero where there is none, else what was there."""
+        fresh = []
+        for parameter in self.parameters:
+            total, held = self.graphs.totals[id(parameter)], parameter.grad
+            if held is total:
+                continue
+            if held is None:
+                fresh.append(total)
+            else:
+                total.copy_(held)
+            parameter.grad = total
+        if fresh:
+            torch._foreach_zero_(fresh)
+
+    def _forward(self) -> None:
+        decoder, rows = self.decoder, self.rows
+        context = DevicePacked(
+            rows.position_T,
+            self.index,  # type: ignore[arg-type]
+            self.scales,
+            collector=self.collector,
+            quantize=self.quantize,
+            seen_T11=rows.seen_T11,
+        )
+        h_TK, delta_TK, self.saved = rows.h_TK, None, []
+        for number in range(len(decoder.model.layers)):
+            step = Step.of(decoder, number, context)
+            h_TK, delta_TK, kept = step.forward(h_TK, delta_TK)
+            self.saved.append((step, kept))
+        self.last_TK, out = normed(decoder.model.norm, h_TK, delta_TK, None)
+        assert isinstance(out, Tensor)
+        rows.out_TK.copy_(out)
+
+    def _backward(self, *, add: bool = True) -> None:
+        norm, wanted = self.decoder.model.norm, {id(p) for p in self.parameters}
+        assert norm.working.plain is not None and self.last_TK is not None
+        dh_TK, dw = self.kernels.norm_grad(
+            self.rows.grad_TK, self.last_TK, norm.working.plain, norm.eps, None
+        )
+        self._add({id(norm.weight): dw} if id(norm.weight) in wanted and add else {})
+        self.last_TK = None  # what a later capture may overwrite, like everything that was saved
+        while self.saved:
+            step, kept = self.saved.pop()
+            saved = step.again(kept) if isinstance(kept, Tensor) else kept
+            dh_TK, grads = layer_backward(step, saved, dh_TK, dh_TK, wanted)
+            self._add(grads if add else {})
+        self.rows.dh_TK.copy_(dh_TK)
+
+    def _add(self, grads: dict[int, Tensor]) -> None:
+        if grads:
+            torch._foreach_add_([self.graphs.totals[key] for key in grads], list(grads.values()))
+
+
+class _Replayed(torch.autograd.Function):
+    """From embedded rows to final hidden states. anchor: some parameter, so that there is a backward pass if rows need none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_TK: Tensor,
+        anchor: Tensor,
+        captured: CapturedPass,
+        context: DevicePacked,
+        runs: tuple[Run, ...],
+    ) -> Tensor:
+        captured.load(h_TK, context, runs)
+        captured.forward()
+        if captured.collector is not None and context.collector is not None:
+            elements = 0 if context.scales is None else 2 * len(h_TK) * context.scales.k.numel()
+            context.collector.add(captured.collector, elements * captured.decoder.spec.head_dim)
+        captured.graphs.turn += 1
+        ctx.captured, ctx.turn, ctx.count = captured, captured.graphs.turn, len(h_TK)
+        return captured.rows.out_TK[: len(h_TK)].clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_TK: Tensor) -> Any:
+        captured, count, rows = ctx.captured, ctx.count, ctx.captured.rows
+        if ctx.turn != captured.graphs.turn:
+            raise RuntimeError(
+                "another training pass took the place of this one before its backward pass; take the gradient of one "
+                "micro-batch before the next, or go without graphs"
+            )
+        captured.graphs.turn += 1
+        rows.grad_TK[:count] = grad_TK
+        rows.grad_TK[count:].zero_()
+        captured.ready()
+        captured.begin_totals()
+        captured.backward()
+        return (rows.dh_TK[:count].clone() if ctx.needs_input_grad[0] else None), None, None, None, None
+
+
+def _parameters(decoder: Decoder) -> Iterator[Tensor]:
+    """Of all layers and of the final norm."""
+    for layer in decoder.model.layers:
+        assert isinstance(cast("Any", layer).mlp, MLP)
+        yield from parameters_of(layer)  # type: ignore[arg-type]
+    yield decoder.model.norm.weight
+
+
+def _again(work: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
+    """What does this work whenever it is called: a graph of it, or on a CPU the work itself."""
+    if device.type != "cuda":
+        return work
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        work()
+    return graph.replay

@@ -1,0 +1,82 @@
+"""An index in fixed storage says of a pack what an index made for it says, and no more than some of it twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.kernels.attention_form import CHUNK, PAGE
+from lockstep.kernels.attention_index import Run
+from lockstep.kernels.gradient_index import gradient_index
+from lockstep.kernels.packed_index import Room, StaticIndex, tables_of
+
+CPU = torch.device("cpu")
+
+
+def runs_of(groups: list[tuple[int, list[int]]]) -> tuple[Run, ...]:
+    """Prompts, and responses that share them."""
+    found: list[Run] = []
+    start = 0
+    for prompt, responses in groups:
+        first = torch.arange(start, start + prompt)
+        found.append(Run(start, prompt, 0, first))
+        start += prompt
+        for count in responses:
+            found.append(Run(start, count, prompt, torch.cat([first, torch.arange(start, start + count)])))
+            start += count
+    return tuple(found)
+
+
+def same_list(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(found[: len(expected)], expected)
+    assert (found[len(expected) :] == expected[-1]).all()
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 2500), st.lists(st.integers(1, 300), max_size=4)), min_size=1, max_size=9
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(GROUPS)
+def test_a_static_index_holds_every_pack_of_its_room(groups: list[tuple[int, list[int]]]) -> None:
+    runs = runs_of(groups)
+    room = Room.of(runs)
+    index = StaticIndex(room, 4, CPU)
+    index.fill(runs)
+    made, backward = tables_of(runs), gradient_index(runs)
+    for found, expected in (
+        (index.tables.prefill.tiles_N4, made.prefill.tiles_N4),
+        (index.tables.prefill.table, made.prefill.table),
+        (index.tables.rows_W, made.rows_W),
+        (index.tables.slots_W, made.slots_W),
+        (index.gradient.key_tiles_N6, backward.key_tiles_N6),
+        (index.gradient.query_tiles_N5, backward.query_tiles_N5),
+        (index.gradient.order_W, backward.order_W),
+        (index.gradient.begin_S1, backward.begin_S1),
+    ):
+        same_list(found, expected)
+    assert index.tables.prefill.block == made.prefill.block
+    assert (index.tables.prefill.longest > CHUNK) == (made.prefill.longest > CHUNK)
+    assert index.tables.pages >= made.pages and int(index.tables.slots_W.max()) < made.pages * PAGE
+    assert index.gradient.spaced_rows >= backward.spaced_rows
+    assert (index.gradient.rows_W is None) == (backward.rows_W is None) == (not room.shared)
+    assert index.gradient.shared == backward.shared
+    assert index.gradient.covered == backward.covered == room.rows == backward.key_rows
+    assert len(index.gradient.begin_S1) == room.rows + 1
+
+
+def test_rooms_are_few() -> None:
+    """Lengths may differ a little."""
+    assert Room.of(runs_of([(900, []), (1148, [])])) == Room.of(runs_of([(500, []), (600, []), (948, [])]))
+    assert Room.of(runs_of([(100, [50, 60]), (46, [])])) == Room.of(runs_of([(90, [40, 80]), (46, [])]))
+    assert Room.of(runs_of([(256, [])])) != Room.of(runs_of([(128, [128])])), "keys that are shared"
+    assert Room.of(runs_of([(2304, [])])) != Room.of(runs_of([(1152, []), (1152, [])])), "a second chunk"
+
+
+def test_another_room_is_refused() -> None:
+    index = StaticIndex(Room.of(runs_of([(256, [])])), 4, CPU)
+    with pytest.raises(AssertionError, match="another room"):
+        index.fill(runs_of([(384, [])]))
