@@ -32,8 +32,8 @@ from lockstep.kernels.triton.gemm import empty_product
 from lockstep.kernels.triton.ring import arrived
 from lockstep.kernels.triton.sizes import cdiv
 
-UNROLL = gl.constexpr(4)
-"""Blocks of one round of the loop; even."""
+PAIRS = True
+"""Whether blocks travel two by two, where their number is even. No bit depends on it."""
 MOST_ROWS = 256
 """Beyond, the library's larger tiles win."""
 SHARED_REGISTERS = 128
@@ -56,42 +56,58 @@ def _copy(
     BN: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
-    """One warp that keeps the ring full: weight codes, token codes and token scales of block after block, tile after tile."""
+    """One warp that keeps the ring full: weight codes, token codes and token scales, slot after slot, tile after tile."""
     size: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes + s_desc.block_type.nbytes
     first = gl.program_id(0)
     n0, m0 = first // tiles_m * BN, first % tiles_m * BM
+    steps = count // BLOCKS
     # The weights don't depend on the kernel before: the first of them are fetched while it ends.
     for s in gl.static_range(STAGES):
-        if s < count:
+        if s < steps:
             mbarrier.expect(ready.index(s), size)
-            tma.async_copy_global_to_shared(w_desc, [n0, s * 128], ready.index(s), w_ring.index(s))
+            tma.async_copy_global_to_shared(w_desc, [s * BLOCKS, n0, 0], ready.index(s), w_ring.index(s))
     gdc_wait()
     gdc_launch_dependents()
     for s in gl.static_range(STAGES):
-        if s < count:
-            tma.async_copy_global_to_shared(x_desc, [m0, s * 128], ready.index(s), x_ring.index(s))
-            tma.async_copy_global_to_shared(s_desc, [s, m0], ready.index(s), s_ring.index(s))
-    filled = gl.minimum(STAGES, count)
+        if s < steps:
+            tma.async_copy_global_to_shared(x_desc, [s * BLOCKS, m0, 0], ready.index(s), x_ring.index(s))
+            tma.async_copy_global_to_shared(s_desc, [s * BLOCKS, m0], ready.index(s), s_ring.index(s))
+    filled = gl.minimum(STAGES, steps)
     at = filled
     for tile in range(first, tiles, gl.num_programs(0)):
         n0, m0 = tile // tiles_m * BN, tile % tiles_m * BM
-        for k in range(gl.where(tile == first, filled, 0), count):
+        for step in range(gl.where(tile == first, filled, 0), steps):
             stage = at % STAGES
             mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
             bar = ready.index(stage)
+            k = step * BLOCKS
             mbarrier.expect(bar, size)
-            tma.async_copy_global_to_shared(w_desc, [n0, k * 128], bar, w_ring.index(stage))
-            tma.async_copy_global_to_shared(x_desc, [m0, k * 128], bar, x_ring.index(stage))
+            tma.async_copy_global_to_shared(w_desc, [k, n0, 0], bar, w_ring.index(stage))
+            tma.async_copy_global_to_shared(x_desc, [k, m0, 0], bar, x_ring.index(stage))
             tma.async_copy_global_to_shared(s_desc, [k, m0], bar, s_ring.index(stage))
             at += 1
 
 
 @gluon.jit
-def _issue(w_ring, x_ring, registers, at, STAGES: gl.constexpr, LEFT: gl.constexpr):
-    """Starts the product of a block that has arrived, into registers whose content is of no more use."""
-    w, x = w_ring.index(at % STAGES), x_ring.index(at % STAGES)
-    if LEFT:
+def _issue(
+    w_ring,
+    x_ring,
+    registers,
+    slot,
+    J: gl.constexpr,
+    BN: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):
+    """Starts the product of block J of a slot that has arrived, into registers whose content is of no more use."""
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    stage = slot % STAGES
+    w = w_ring.index(stage)._reinterpret(gl.float8e4nv, [BLOCKS, BN, 128], flat).index(J)
+    x = x_ring.index(stage)._reinterpret(gl.float8e4nv, [BLOCKS, BM, 128], flat).index(J)
+    if BN < 64:
         found = warpgroup_mma(x, w.permute((1, 0)), registers, use_acc=False, is_async=True)
     else:
         found = warpgroup_mma(w, x.permute((1, 0)), registers, use_acc=False, is_async=True)
@@ -100,10 +116,20 @@ def _issue(w_ring, x_ring, registers, at, STAGES: gl.constexpr, LEFT: gl.constex
 
 @gluon.jit
 def _scale(
-    s_ring, at, ws_ptr, BM: gl.constexpr, STAGES: gl.constexpr, tokens: gl.constexpr, AXIS: gl.constexpr
+    s_ring,
+    slot,
+    J: gl.constexpr,
+    ws_ptr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    tokens: gl.constexpr,
+    AXIS: gl.constexpr,
 ):
-    """Token scales of a block times the weight's, along the other axis than AXIS."""
-    return gl.expand_dims(s_ring.index(at % STAGES).reshape([BM]).load(tokens) * gl.load(ws_ptr), AXIS)
+    """Token scales of block J of a slot times the weight's, along the other axis than AXIS."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    held = s_ring.index(slot % STAGES)._reinterpret(gl.float32, [BLOCKS, BM], flat).index(J)
+    return gl.expand_dims(held.load(tokens) * gl.load(ws_ptr), AXIS)
 
 
 @gluon.jit
@@ -124,14 +150,17 @@ def _multiply(
     BN: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    ROUND: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     """The warpgroups that multiply, scale, add and store.
 
     Two sets of registers take turns as target of the products, and none is in flight where the loop comes round: else the
-    assembler can't tell when a set may be read, and waits for every product where it is issued (its note C7514).
+    assembler can't tell when a set may be read, and waits for every product where it is issued (its note C7514). So ROUND blocks
+    are written out.
 
-    A slot is given back behind the branch of a wait, so that scales read from it are in registers (`ring.py`).
+    A slot is given back after the branch of a wait, so that scales read from it are in registers (`ring.py`).
     """
     LEFT: gl.constexpr = BN < 64
     AXIS: gl.constexpr = 1 if LEFT else 0
@@ -144,48 +173,49 @@ def _multiply(
     outputs: gl.constexpr = gl.SliceLayout(1 - AXIS, layout)
     even = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     odd = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    whole = count // UNROLL * UNROLL
+    steps = count // BLOCKS
+    whole = count // ROUND * ROUND
     base = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         n0, m0 = tile // tiles_m * BN, tile % tiles_m * BM
         ws = ws_ptr + (n0 // 128) * ws_n
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        for start in range(0, whole, UNROLL):
-            first = base + start
+        for start in range(0, whole, ROUND):
+            first = base + start // BLOCKS
             arrived(ready, first, STAGES)
-            even = _issue(w_ring, x_ring, even, first, STAGES, LEFT)
-            for u in gl.static_range(1, UNROLL):
-                at = first + u
-                arrived(ready, at, STAGES)
-                if u > 1:
-                    mbarrier.arrive(free.index((at - 2) % STAGES), count=1)
+            even = _issue(w_ring, x_ring, even, first, 0, BN, BM, STAGES, BLOCKS)
+            scale = _scale(s_ring, first, 0, ws + start, BM, STAGES, BLOCKS, tokens, AXIS)
+            for u in gl.static_range(1, ROUND):
+                slot = first + u // BLOCKS
+                if u % BLOCKS == 0:
+                    arrived(ready, slot, STAGES)
                 if u % 2 == 1:
-                    odd = _issue(w_ring, x_ring, odd, at, STAGES, LEFT)
-                    scale = _scale(s_ring, at - 1, ws + start + u - 1, BM, STAGES, tokens, AXIS)
+                    odd = _issue(w_ring, x_ring, odd, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS)
                     even = warpgroup_mma_wait(num_outstanding=1, deps=(even,))
                     acc += even * scale
                 else:
-                    even = _issue(w_ring, x_ring, even, at, STAGES, LEFT)
-                    scale = _scale(s_ring, at - 1, ws + start + u - 1, BM, STAGES, tokens, AXIS)
+                    even = _issue(w_ring, x_ring, even, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS)
                     odd = warpgroup_mma_wait(num_outstanding=1, deps=(odd,))
                     acc += odd * scale
-            last = first + UNROLL - 1
-            scale = _scale(s_ring, last, ws + start + UNROLL - 1, BM, STAGES, tokens, AXIS)
+                if u % BLOCKS == 0:
+                    mbarrier.arrive(free.index((slot - 1) % STAGES), count=1)
+                scale = _scale(s_ring, slot, u % BLOCKS, ws + start + u, BM, STAGES, BLOCKS, tokens, AXIS)
             odd = warpgroup_mma_wait(num_outstanding=0, deps=(odd,))
             acc += odd * scale
+            last = first + (ROUND - 1) // BLOCKS
             arrived(ready, last, STAGES)
-            mbarrier.arrive(free.index((last - 1) % STAGES), count=1)
             mbarrier.arrive(free.index(last % STAGES), count=1)
-        for k in range(whole, count):
-            at = base + k
-            arrived(ready, at, STAGES)
-            even = _issue(w_ring, x_ring, even, at, STAGES, LEFT)
-            scale = _scale(s_ring, at, ws + k, BM, STAGES, tokens, AXIS)
-            even = warpgroup_mma_wait(num_outstanding=0, deps=(even,))
-            acc += even * scale
-            arrived(ready, at, STAGES)
-            mbarrier.arrive(free.index(at % STAGES), count=1)
-        base += count
+        for step in range(whole // BLOCKS, steps):
+            slot = base + step
+            arrived(ready, slot, STAGES)
+            for j in gl.static_range(BLOCKS):
+                even = _issue(w_ring, x_ring, even, slot, j, BN, BM, STAGES, BLOCKS)
+                scale = _scale(s_ring, slot, j, ws + step * BLOCKS + j, BM, STAGES, BLOCKS, tokens, AXIS)
+                even = warpgroup_mma_wait(num_outstanding=0, deps=(even,))
+                acc += even * scale
+            arrived(ready, slot, STAGES)
+            mbarrier.arrive(free.index(slot % STAGES), count=1)
+        base += steps
         m = gl.expand_dims(m0 + gl.arange(0, BM, layout=tokens), AXIS)
         n = gl.expand_dims(n0 + gl.arange(0, BN, layout=outputs), 1 - AXIS)
         gl.store(y_ptr + m * N + n, acc.to(gl.bfloat16), mask=m < M)
@@ -207,11 +237,13 @@ def _narrow(
     BN: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    ROUND: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BN, 128], w_desc.layout)
-    x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BM, 128], x_desc.layout)
-    s_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BM], s_desc.layout)
+    w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCKS, BN, 128], w_desc.layout)
+    x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCKS, BM, 128], x_desc.layout)
+    s_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCKS, BM], s_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -239,6 +271,8 @@ def _narrow(
                     BN,
                     BM,
                     STAGES,
+                    BLOCKS,
+                    ROUND,
                     WARPS,
                 ),
             ),
@@ -259,6 +293,7 @@ def _narrow(
                     BN,
                     BM,
                     STAGES,
+                    BLOCKS,
                 ),
             ),
         ],
@@ -306,37 +341,45 @@ def narrow_matmul(
 ) -> Tensor:
     """Block-scaled x w^T [M, N] BF16 for M <= MOST_ROWS. x_scale [M, K / 128]: unit stride along M; N, K: multiples of 128.
 
-    tile: weight rows of a tile; fewer than 64, and tokens are the left operand. programs: on each processor.
+    tile: weight rows of a tile; fewer than 64, and tokens are the left operand. stages: blocks that the ring holds. programs: on
+    each processor.
     """
     rows, depth = x_codes_MK.shape
-    columns = w_codes_NK.shape[0]
+    columns, count = len(w_codes_NK), depth // 128
     bm = tokens_of(rows, tile, tokens)
+    blocks = 2 if PAIRS and count % 2 == 0 else 1
     y = empty_product(x_codes_MK, w_codes_NK)
     scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     tiles_m = cdiv(rows, bm)
     tiles = columns // tile * tiles_m
     grid, options = arrangement(tiles, tile, bm, programs)
     _narrow[grid](
-        _descriptor(w_codes_NK, tile),
-        _descriptor(x_codes_MK, bm),
-        TensorDescriptor.from_tensor(x_scale.t(), [1, bm], scale_layout),
+        _descriptor(w_codes_NK, tile, blocks),
+        _descriptor(x_codes_MK, bm, blocks),
+        TensorDescriptor.from_tensor(x_scale.t(), [blocks, bm], scale_layout),
         y,
         w_scale,
         rows,
         columns,
-        depth // 128,
+        count,
         w_scale.stride(0),
         tiles,
         tiles_m,
         tile,
         bm,
-        stages,
+        stages // blocks,
+        blocks,
+        4 if count % 8 else 8,
         options["num_warps"],
         **options,
     )
     return y
 
 
-def _descriptor(codes: Tensor, rows: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, 128], gl.float8e4nv)
-    return TensorDescriptor.from_tensor(codes, [rows, 128], layout)
+def _descriptor(codes: Tensor, rows: int, blocks: int) -> TensorDescriptor:
+    """Boxes of so many blocks and rows: codes [R, K] seen as [K / 128, R, 128]."""
+    count, depth = codes.shape
+    box = [blocks, rows, 128]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.float8e4nv)
+    stride = codes.stride(0)
+    return TensorDescriptor(codes, [depth // 128, count, 128], [128, stride, 1], box, layout)
