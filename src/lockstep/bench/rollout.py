@@ -160,6 +160,7 @@ def ours(
         yield _ours(ceilings, decoder, work, name, label)
         gc.collect()
         if told is not None:
+            torch.cuda.empty_cache()  # the next engine asks the GPU what is free
             for line in decode_profile(decoder, work):
                 told(line)
             gc.collect()

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lockstep.bench.goals import Goal
+from lockstep.bench.profile import profile
 from lockstep.bench.results import rounded
 from lockstep.bench.rollout import flat_scales
 from lockstep.bench.sides import Batch, Say, Side, Sides, batch_of, make_sides
@@ -108,9 +109,9 @@ class Result:
         return [*rows, {"ratio": rounded(self.ratio)}]
 
 
-def run_step(decoder: Decoder, work: StepWork, *, steps: int, say: Say) -> Result:
+def run_step(decoder: Decoder, work: StepWork, *, steps: int, say: Say, profiled: bool = False) -> Result:
     """Both sides, one after the other, since their caches would not fit side by side. decoder: masters that can be trained, under
-    the FP8 flow.
+    the FP8 flow. profiled: also tells the kernels of forward and backward of one micro-batch.
 
     Raises ContractError when a log-probability of the FP8 side differs between rollout and trainer.
     """
@@ -129,6 +130,9 @@ def run_step(decoder: Decoder, work: StepWork, *, steps: int, say: Say) -> Resul
         times[side.name] = median_times(runs[1:])
         mismatch[side.name] = runner.mismatch
         say(f"{side.name}: {sum(times[side.name].values()):.3f} s a step")
+        if profiled:
+            for line in profile(f"{side.name}, one micro-batch", runner.one_micro_batch):
+                say(line)
         del runner
         _free()
     if mismatch["fp8"] != 0.0:
@@ -151,6 +155,14 @@ class _Runner:
         draw = random.Random(1)
         self.advantages = [draw.gauss(0.0, 1.0) for _ in range(work.sequences)]
         self.mismatch = 0.0
+        self.last: Batch | None = None
+
+    def one_micro_batch(self) -> None:
+        """Forward and backward of the last one, once more; gradients are dropped."""
+        assert self.last is not None
+        logp_N = self.side.log_probs(self.last)
+        grpo_loss(logp_N, logp_N.detach(), self.last.advantage_N, len(logp_N)).backward()
+        self.optimizer.adam.zero_grad(set_to_none=True)
 
     def step(self, number: int) -> Times:
         """Seconds by phase."""
@@ -161,6 +173,7 @@ class _Runner:
         clock.mark("rollout")
         batches = self._batches(completions)
         clock.mark("packing")
+        self.last = batches[-1]
         old = [batch.micro.rollout_N for batch in batches]
         if not self.ours:
             with torch.no_grad():

@@ -152,6 +152,7 @@ def step(
     save_fp8: SaveFP8 = True,
     deterministic: Deterministic = False,
     graphs: Graphs = True,
+    profile: Profile = False,
     out: Out = None,
     goals: Goals = False,
 ) -> None:
@@ -170,7 +171,7 @@ def step(
     decoder = random_masters(preset(model), _flow(flow), kernels)
     decoder.save_fp8, decoder.deterministic = save_fp8, deterministic
     decoder.graphs = TrunkGraphs() if graphs else None
-    found = bench.run_step(decoder, work, steps=steps, say=typer.echo)
+    found = bench.run_step(decoder, work, steps=steps, say=typer.echo, profiled=profile)
     _say(found.lines())
     name = f"step-{model}-{prompts}x{samples}x{prompt_tokens}-{new_tokens}"
     reached = bench.goals(model, found) if goals else ()

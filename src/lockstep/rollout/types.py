@@ -115,6 +115,8 @@ class Completion:
     @property
     def trained_logprobs(self) -> tuple[float, ...]:
         """Log-probabilities of the trained tokens."""
+        if self.loss_mask is None:
+            return self.logprobs
         return tuple(p for p, trained in zip(self.logprobs, self.trained, strict=True) if trained)
 
 

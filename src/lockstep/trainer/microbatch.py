@@ -10,9 +10,11 @@ follows; they are just nobody's target, so no loss, denominator or comparison ev
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -133,20 +135,19 @@ def make_microbatch(
             start += length
         ids += completion.token_ids[:-1]
         rows += [int(prompt_slots[-1]), *range(start, start + count)]
-    trained_R = torch.tensor([t for c in completions for t in c.trained])
+    masked = any(c.loss_mask is not None for c in completions)
+    trained_R = torch.tensor([t for c in completions for t in c.trained]) if masked else slice(None)
     lengths = torch.tensor([c.trained_tokens for c in completions])
     temperatures = torch.tensor([c.params.score_temperature for c in completions])
     mask = SamplingMask.join([c.sampling_mask for c in completions], [len(c.token_ids) for c in completions])
-    mask = None if mask is None else mask.select(trained_R)
+    mask = mask.select(trained_R) if mask is not None and isinstance(trained_R, Tensor) else mask
     return MicroBatch(
-        upload(torch.tensor(ids), device),
+        upload(_numbers(ids), device),
         upload(torch.cat(positions), device),
         build_index(runs, group, device) if kernels is None else kernels.index(runs, group, device),
-        upload(torch.tensor(rows)[trained_R], device),
-        upload(torch.tensor([t for c in completions for t in c.token_ids])[trained_R], device),
-        upload(
-            torch.tensor([p for c in completions for p in c.trained_logprobs], dtype=torch.float32), device
-        ),
+        upload(_numbers(rows)[trained_R], device),
+        upload(_numbers(list(chain.from_iterable(c.token_ids for c in completions)))[trained_R], device),
+        upload(_numbers(list(chain.from_iterable(c.trained_logprobs for c in completions)), "f"), device),
         upload(temperatures.repeat_interleave(lengths), device),
         upload(torch.arange(len(completions)).repeat_interleave(lengths), device),
         mask if mask is None or device is None else mask.to(device),
@@ -154,6 +155,12 @@ def make_microbatch(
         joined_routes(routes, len(ids)),
         max(run.position + run.count for run in runs),
     )
+
+
+def _numbers(values: list[Any], kind: Literal["q", "f"] = "q") -> Tensor:
+    """[N] of Python numbers: int64 ("q") or FP32 ("f"). Several times as fast as `torch.tensor`, and as exact."""
+    dtype = torch.int64 if kind == "q" else torch.float32
+    return torch.frombuffer(array(kind, values), dtype=dtype) if values else torch.empty(0, dtype=dtype)
 
 
 def one_scale_version(completions: Sequence[Completion]) -> int:
