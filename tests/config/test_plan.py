@@ -120,6 +120,21 @@ def test_what_the_backward_pass_keeps_follows_the_settings() -> None:
     assert saved("update.checkpointing=true") == 16_384 * (28 * 4096 + once) + ends
 
 
+def test_captured_passes_keep_their_memory_during_the_rollout() -> None:
+    model, names = PRESETS["qwen3-1.7b"], {"gradients, FP32", "saved activations of a micro-batch"}
+    for overrides, there in (
+        ((), True),
+        (("update.cuda_graphs=false",), False),
+        (("kernels=reference",), False),
+        (
+            ("update.max_tokens_per_microbatch=32768", "rollout.max_new_tokens=4096", "rollout.cache_gb=2"),
+            False,
+        ),
+    ):
+        parts = {p.name: p for p in found(*overrides, model=model).parts}
+        assert {parts[name].rollout for name in names} == {there}, overrides
+
+
 def test_a_split_flow_has_two_sets_of_working_copies() -> None:
     names = [part.name for part in found("flow.name=fp8-rollout").parts]
     assert "working copies, trainer" in names and "working copies, engine" in names

@@ -15,6 +15,7 @@ from pathlib import Path
 from lockstep.correction.spec import resolve as resolve_correction
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.spec import PRESETS, ModelSpec
+from lockstep.models.trunk_graph import MOST_ROWS
 from lockstep.numerics.flow import FlowPair
 from lockstep.trainer import footprint, workload
 from lockstep.trainer.footprint import GB, GRADIENT, MASTER, MOMENTS, Keeping, Load, Part
@@ -225,7 +226,8 @@ def budget(
     prompt = prompt_tokens or spec.data.max_prompt_tokens or ASSUMED_PROMPT
     load = _load(spec, model, flows, prompt)
     fused = spec.kernels in ("auto", "hopper")
-    keeping = Keeping(fused, spec.update.checkpointing, spec.update.save_fp8)
+    captured = fused and spec.update.cuda_graphs and model.moe is None and load.microbatch_tokens <= MOST_ROWS
+    keeping = Keeping(fused, spec.update.checkpointing, spec.update.save_fp8, captured)
     parts = footprint.parts(model, flows, load, keeping)
     phases = _phases(spec, model, flows, card, prompt)
     return Budget(model, card, tuple(parts), tuple(phases), prompt, spec.rollout.max_new_tokens, load)

@@ -3,7 +3,8 @@
     rollout   weights as they are multiplied, KV cache, logits of a decode step, activations of a prefill chunk
     update    masters, gradients, moments, working copies and their transposes, what the backward pass keeps of a micro-batch
 
-The embedded engine keeps its cache during the update, and masters and moments stay during the rollout: one GPU holds both.
+The embedded engine keeps its cache during the update, and masters and moments stay during the rollout: one GPU holds both. So do
+gradients and activations where training passes are captured, since a graph knows its memory by address.
 What the backward pass keeps is told in `models/fused_layer.py`, layer by layer; this file counts it.
 
 Legend: K hidden, N qkv outputs, I intermediate, V vocabulary, T rows. Next: `workload.py`, the same for time.
@@ -54,11 +55,12 @@ class Load:
 @dataclass(frozen=True)
 class Keeping:
     """How a backend trains. fused: as `models/fused_layer.py` says; else the reference, which holds dense FP32 weights too.
-    checkpointing, save_fp8: see `Decoder`."""
+    checkpointing, save_fp8: see `Decoder`. captured: passes are (`models/trunk_graph.py`), and keep their memory."""
 
     fused: bool = True
     checkpointing: bool = False
     save_fp8: bool = True
+    captured: bool = False
 
 
 def parts(model: ModelSpec, flows: FlowPair, load: Load, keeping: Keeping) -> list[Part]:
@@ -67,7 +69,7 @@ def parts(model: ModelSpec, flows: FlowPair, load: Load, keeping: Keeping) -> li
     found = [
         Part("master weights, FP32", MASTER * count),
         Part("AdamW moments, FP32", MOMENTS * count),
-        Part("gradients, FP32", GRADIENT * count, rollout=False),
+        Part("gradients, FP32", GRADIENT * count, rollout=keeping.captured),
         Part("working copies" + ("" if flows.unified else ", trainer"), working_bytes(model, trainer)),
     ]
     if not flows.unified:
@@ -80,10 +82,18 @@ def parts(model: ModelSpec, flows: FlowPair, load: Load, keeping: Keeping) -> li
     if load.cache_tokens:
         found.append(Part("KV cache", load.cache_tokens * cache_bytes_a_token(model, rollout)))
     found.append(
-        Part("saved activations of a micro-batch", saved_bytes(model, trainer, load, keeping), rollout=False)
+        Part(
+            "saved activations of a micro-batch",
+            saved_bytes(model, trainer, load, keeping),
+            rollout=keeping.captured,
+        )
     )
     found += [
-        Part("temporaries of a layer's backward", backward_bytes(model, trainer, load), rollout=False),
+        Part(
+            "temporaries of a layer's backward",
+            backward_bytes(model, trainer, load),
+            rollout=keeping.captured,
+        ),
         Part("logits of a chunk", logits_bytes(model, load, keeping), rollout=False),
     ]
     if load.running:
