@@ -23,8 +23,10 @@ from lockstep.kernels.upload import upload
 
 ALIGNED = 64
 """Lists of a static index begin at multiples of so many numbers."""
-RUNS, SHARED_ENTRIES, SHARED_PAGES = 8, 1024, 64
-"""A room is rounded up to multiples of these, so that few rooms occur."""
+RUNS, MANY_RUNS = 8, 32
+"""A room has a multiple of so many runs: of the second number from there on."""
+SHARED_ENTRIES = 1024
+"""Where keys are shared, a room has a multiple of so many of them, or of a quarter of its rows: few rooms occur then."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,12 @@ class PackedIndex:
 
 @dataclass(frozen=True)
 class Room:
-    """What a static index can hold: exactly `rows` rows, at most so many runs, keys of all runs, and pages. block: rows of a
-    tile of queries. chunked: some row sees more than one chunk of keys. shared: some key belongs to several runs."""
+    """What a static index can hold: exactly `rows` rows, at most so many runs and keys of all runs. block: rows of a tile of
+    queries. chunked: some row sees more than one chunk of keys. shared: some key belongs to several runs."""
 
     rows: int
     runs: int
     entries: int
-    pages: int
     block: int
     chunked: bool
     shared: bool
@@ -114,9 +115,14 @@ class Room:
         """For runs that cover all rows, and for others like them."""
         rows, keys = sum(r.count for r in runs), [r.position + r.count for r in runs]
         count, shared = _up(len(runs), RUNS), any(r.position > 0 for r in runs)
-        pages = _up(sum(-(-k // PAGE) for k in keys), SHARED_PAGES) if shared else rows // PAGE + count
-        entries = _up(sum(keys), SHARED_ENTRIES) if shared else rows
-        return cls(rows, count, entries, pages, block_of(runs), max(keys) > CHUNK, shared)
+        count = count if count <= MANY_RUNS else _up(count, MANY_RUNS)
+        entries = _up(sum(keys), max(SHARED_ENTRIES, rows // 4)) if shared else rows
+        return cls(rows, count, entries, block_of(runs), max(keys) > CHUNK, shared)
+
+    @property
+    def pages(self) -> int:
+        """Of 64 keys, enough for any such runs."""
+        return self.entries // PAGE + self.runs
 
 
 class StaticIndex:

@@ -182,6 +182,14 @@ class Decoder(nn.Module):
         for projection in self.projections():
             projection.stacked()
 
+    def places(self) -> tuple[int, ...]:
+        """Where the rotary table and all working copies lie: a captured pass reads them there as long as this stays the same."""
+        self.stack()
+        rope = self.model.rope.table_PD
+        working = [module.working for _, module in self.working()]
+        tensors = [w.plain if w.codes is None else w.codes.codes for w in working]
+        return (len(rope), rope.data_ptr(), *(t.data_ptr() for t in tensors if t is not None))
+
     def digest(self) -> str:
         """SHA-256 over names, types, shapes and fingerprints of codes with scales, plain values and biases: equal working
         copies, equal digest, on every backend."""

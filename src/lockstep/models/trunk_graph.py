@@ -36,8 +36,11 @@ MOST_ROWS = 16384
 """Packs of more rows are launched one by one: the host keeps up, and they would hold much memory."""
 LEAST_STEP, STEPS = 128, 16
 """A pack is padded to a multiple of 128 rows, from 4,096 rows on to one of a sixteenth of the power of two below."""
-MOST_GRAPHS = 32
-"""Captured passes that are kept."""
+MOST_ROOMS = 32
+"""Passes that are kept."""
+CAPTURED_AT = 2
+"""Which use of a room captures its pass. Before, the same work is launched kernel by kernel over the same storage, with the
+same bits."""
 
 
 def padded_rows(rows: int) -> int:
@@ -54,6 +57,7 @@ class TrunkGraphs:
         self.totals: dict[int, Tensor] = {}
         self.turn = 0
         self._rows: Rows | None = None
+        self._captured_rows = 0
         self._pool: Any = None
         self._seen: tuple[int, ...] = ()
         self._places: tuple[int, ...] = ()
@@ -86,24 +90,34 @@ class TrunkGraphs:
         if found is None:
             rows = runs[-1].row + runs[-1].count
             if self._rows is None or rows > len(self._rows.h_TK):
-                self._drop()  # the largest is captured first, so that the others fit into its memory
-                self._rows = Rows.like(h_TK, rows)
-            while len(self.passes) >= MOST_GRAPHS:
+                self._drop()
+                self._rows = Rows.like(h_TK, 1 << (rows - 1).bit_length())
+            while len(self.passes) >= MOST_ROOMS:
                 del self.passes[next(iter(self.passes))]
-            found = CapturedPass(self, decoder, runs, context, h_TK, self._rows.first(rows), self._pool)
+            found = CapturedPass(self, decoder, runs, context, h_TK, self._rows.first(rows))
         self.passes[key] = found  # now the youngest
+        found.uses += 1
+        if found.uses == CAPTURED_AT:
+            self._capture(found)
         return found
+
+    def _capture(self, one: CapturedPass) -> None:
+        """The largest is captured first, so that the others fit into its memory: they have to wait for their next use."""
+        rows = len(one.rows.h_TK)
+        if rows > self._captured_rows:
+            for other in self.passes.values():
+                if other is not one:
+                    other.release()
+            self._captured_rows, self._pool = rows, _new_pool()
+        one.capture(self._pool)
 
     def _check_storage(self, decoder: Decoder) -> None:
         """Forgets captured passes when something that they read has moved."""
-        rope = decoder.model.rope.table_PD
-        seen = (decoder.refreshes, len(rope), rope.data_ptr(), *(id(p) for p in decoder.parameters()))
+        rope, parameters = decoder.model.rope.table_PD, tuple(id(p) for p in decoder.parameters())
+        seen = (decoder.refreshes, len(rope), rope.data_ptr(), *parameters)
         if seen == self._seen:
             return
-        decoder.stack()
-        working = [module.working for _, module in decoder.working()]
-        tensors = [w.plain if w.codes is None else w.codes.codes for w in working]
-        places = (*seen[1:], *(t.data_ptr() for t in tensors if t is not None))
+        places = (*decoder.places(), *parameters)
         if places != self._places:
             self._drop()
             self.totals = {}
@@ -111,8 +125,7 @@ class TrunkGraphs:
 
     def _drop(self) -> None:
         self.passes.clear()
-        self._rows = None
-        self._pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+        self._rows, self._captured_rows, self._pool = None, 0, None
 
 
 @dataclass(frozen=True)
@@ -150,7 +163,8 @@ def padded_runs(runs: tuple[Run, ...], rows: int) -> tuple[Run, ...]:
 
 
 class CapturedPass:
-    """Forward and backward of one room. rows: their storage, padding included."""
+    """Forward and backward of one room. rows: their storage, padding included. uses: how often a pack was put in; see
+    `CAPTURED_AT`."""
 
     def __init__(
         self,
@@ -160,7 +174,6 @@ class CapturedPass:
         context: DevicePacked,
         h_TK: Tensor,
         rows: Rows,
-        pool: Any,
     ) -> None:
         device, spec = h_TK.device, decoder.spec
         self.graphs, self.decoder, self.rows, self.quantize = graphs, decoder, rows, context.quantize
@@ -178,13 +191,19 @@ class CapturedPass:
                 graphs.totals[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
         self.saved: list[tuple[Step, Tensor | Saved]] = []
         self.last_TK: Tensor | None = None
-        self.load(h_TK.detach(), context, runs)
+        self.uses = 0
+        self.forward: Callable[[], None] = self._forward
+        self.backward: Callable[[], None] = self._backward
+
+    def capture(self, pool: Any) -> None:
+        """From now on, replays. The work was done before, so that kernels are compiled and products proven."""
         self.ready()
-        if device.type == "cuda":  # compiles kernels, and proves products
-            self._forward()
-            self._backward(add=False)
-        self.forward = _again(self._forward, device, pool)
-        self.backward = _again(self._backward, device, pool)
+        self.forward, self.backward = _graph(self._forward, pool), _graph(self._backward, pool)
+
+    def release(self) -> None:
+        """Launches kernels one by one until the next capture."""
+        self.uses = min(self.uses, CAPTURED_AT - 1)
+        self.forward, self.backward = self._forward, self._backward
 
     def load(self, h_TK: Tensor, context: DevicePacked, runs: tuple[Run, ...]) -> None:
         """Puts a pack into the storage that the passes read. Rows of padding are zeros at positions from 0 on, and no collector
@@ -243,19 +262,19 @@ class CapturedPass:
         assert isinstance(out, Tensor)
         rows.out_TK.copy_(out)
 
-    def _backward(self, *, add: bool = True) -> None:
+    def _backward(self) -> None:
         norm, wanted = self.decoder.model.norm, {id(p) for p in self.parameters}
         assert norm.working.plain is not None and self.last_TK is not None
         dh_TK, dw = self.kernels.norm_grad(
             self.rows.grad_TK, self.last_TK, norm.working.plain, norm.eps, None
         )
-        self._add({id(norm.weight): dw} if id(norm.weight) in wanted and add else {})
+        self._add({id(norm.weight): dw} if id(norm.weight) in wanted else {})
         self.last_TK = None  # what a later capture may overwrite, like everything that was saved
         while self.saved:
             step, kept = self.saved.pop()
             saved = step.again(kept) if isinstance(kept, Tensor) else kept
             dh_TK, grads = layer_backward(step, saved, dh_TK, dh_TK, wanted)
-            self._add(grads if add else {})
+            self._add(grads)
         self.rows.dh_TK.copy_(dh_TK)
 
     def _add(self, grads: dict[int, Tensor]) -> None:
@@ -310,12 +329,16 @@ def _parameters(decoder: Decoder) -> Iterator[Tensor]:
     yield decoder.model.norm.weight
 
 
-def _again(work: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
-    """What does this work whenever it is called: a graph of it, or on a CPU the work itself."""
-    if device.type != "cuda":
+def _graph(work: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """What does this work whenever it is called: a graph of it, or where there is no GPU the work itself."""
+    if not torch.cuda.is_available():
         return work
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         work()
     return graph.replay
+
+
+def _new_pool() -> Any:
+    return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None

@@ -80,18 +80,7 @@ class DecodeState:
 
     def check_storage(self) -> None:
         """Forgets captured steps when a working copy has moved to other storage since, or the rotary table has grown."""
-        self.decoder.stack()
-        rope = self.decoder.model.rope.table_PD
-        places = (
-            tensor.data_ptr()
-            for _, module in self.decoder.working()
-            for tensor in (
-                module.working.plain,
-                None if module.working.codes is None else module.working.codes.codes,
-            )
-            if tensor is not None
-        )
-        signature = (len(rope), rope.data_ptr(), *places)
+        signature = self.decoder.places()
         if signature != self._signature:
             self._signature = signature
             self._captured.clear()
