@@ -68,5 +68,9 @@ def test_swiglu(columns: int, kind: ScaleKind, hopper: SimpleNamespace) -> None:
     gate, up = gate_up.double().split(columns, 1)
     assert_rounds_to(y, gate / (1 + (-gate).exp()) * up)
     assert_codes_of(hopper.swiglu.swiglu(gate_up, fp8=True, pow2=kind == "pow2"), y, kind)
+    if columns % 128 == 0:
+        codes, kept = hopper.swiglu.swiglu_kept(gate_up, pow2=kind == "pow2")
+        assert_codes_of(codes, y, kind)
+        assert_codes_of(kept, gate_up, kind)
     for row in (0, 5, 66):
         assert torch.equal(hopper.swiglu.swiglu(gate_up[row : row + 1], fp8=False), y[row : row + 1])

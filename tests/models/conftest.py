@@ -57,6 +57,12 @@ class FusedReference(ReferenceKernels):
         out = self.swiglu(*(x.contiguous() for x in gate_up_TN.chunk(2, 1)))
         return out if operand is None else self.quantize_rows(out, operand)
 
+    def swiglu_kept(self, gate_up_TN: Tensor, operand: Operand) -> tuple[Quantized, Quantized]:
+        self.note("swiglu_kept")
+        y = self.swiglu_rows(gate_up_TN, operand)
+        assert isinstance(y, Quantized)
+        return y, self.quantize_rows(gate_up_TN, operand)
+
     def rope_rows(
         self,
         qkv_TN: Tensor,

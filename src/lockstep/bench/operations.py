@@ -151,13 +151,16 @@ def _rows(make: Maker) -> list[Call]:
                     kind | {"fp8": True},
                 ),
                 Call("add_norm", (x, weight, 1e-6, None), rows(width), kind | {"fp8": True}),
-                Call("swiglu", (gate_up,), rows(width), kind | {"fp8": True}),
+                Call("swiglu", (gate_up,), rows(width), kind | {"fp8": True, "keep": False}),
             ]
+            if width % BLOCK == 0:
+                both = [*rows(width), *rows(2 * width)]
+                made.append(Call("swiglu", (gate_up,), both, kind | {"fp8": True, "keep": True}))
         plain = {"fp8": False, "pow2": False}
         made += [
             Call("add_norm", (x, weight, 1e-6, delta), [dense(T, width)] * 2, plain),
             Call("add_norm", (x, weight, 1e-6, None), [dense(T, width)], plain),
-            Call("swiglu", (gate_up,), [dense(T, width)], plain),
+            Call("swiglu", (gate_up,), [dense(T, width)], plain | {"keep": False}),
         ]
     return [*made, Call("quantize_rows", (some(T, 1000)[:, 40:300],), rows(260), {"pow2": False})]
 

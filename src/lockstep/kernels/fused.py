@@ -60,6 +60,9 @@ class FusedKernels(Protocol):
     def swiglu_rows(self, gate_up_TN: Tensor, operand: Operand | None) -> Rows:
         """silu(gate) up of rows that hold both, as the next product takes it."""
 
+    def swiglu_kept(self, gate_up_TN: Tensor, operand: Operand) -> tuple[Quantized, Quantized]:
+        """(`swiglu_rows`, `quantize_rows` of gate and up) in one pass; both halves are whole groups."""
+
     def rope_rows(
         self,
         qkv_TN: Tensor,

@@ -146,6 +146,11 @@ class HopperKernels(HopperGradients):
         out = swiglu.swiglu(gate_up_TN, fp8=operand is not None, pow2=pow2)
         return out if isinstance(out, Tensor) else Quantized(*out, (1, BLOCK))
 
+    def swiglu_kept(self, gate_up_TN: Tensor, operand: Operand) -> tuple[Quantized, Quantized]:
+        """See `FusedKernels`."""
+        y, kept = swiglu.swiglu_kept(gate_up_TN, pow2=operand.scale == "pow2")
+        return Quantized(*y, (1, BLOCK)), Quantized(*kept, (1, BLOCK))
+
     # Attention ------------------------------------------------------------------------------------------------
 
     def index(  # type: ignore[override]

@@ -110,8 +110,7 @@ class Step:
         delta_TK = project(attention.o_proj.alone, output_rows(out, attention))
         h2_TK, x = normed(layer.post_attention_layernorm, h_TK, delta_TK, operand(mlp.gate_up))
         gate_up = project(mlp.gate_up, x)
-        y = gated(mlp, gate_up)
-        kept = gate_up if self.checkpointing and not again else self._kept(gate_up)
+        kept, y = self._gated(mlp, gate_up, keep=again or not self.checkpointing)
         return Saved(h_TK, qkv, out, lse, h2_TK, kept, None if isinstance(y, Tensor) else y), y
 
     def again(self, h_TK: Tensor) -> Saved:
@@ -119,12 +118,18 @@ class Step:
         _, x = normed(self.layer.input_layernorm, h_TK, None, operand(self.layer.self_attn.qkv))
         return self.run(h_TK, x, again=True)[0]
 
-    def _kept(self, gate_up_TN: Tensor) -> Rows:
-        """Gate and up as they wait for the backward pass; in FP8 where both are whole blocks."""
-        wanted = operand(self.layer.self_attn.qkv)
-        if not self.save_fp8 or wanted is None or gate_up_TN.shape[1] % (2 * BLOCK):
-            return gate_up_TN
-        return fused_kernels(self.layer.self_attn.o_proj.kernels).quantize_rows(gate_up_TN, wanted)
+    def _gated(self, mlp: MLP, gate_up_TN: Tensor, *, keep: bool) -> tuple[Rows, Rows]:
+        """(gate and up as they wait for the backward pass, SwiGLU's output). Where `keep` and both are whole blocks, they wait in
+        FP8."""
+        wanted, output = operand(self.layer.self_attn.qkv), operand(mlp.down_proj.alone)
+        whole = gate_up_TN.shape[1] % (2 * BLOCK) == 0
+        if not keep or not self.save_fp8 or wanted is None or not whole:
+            return gate_up_TN, gated(mlp, gate_up_TN)
+        kernels = fused_kernels(mlp.kernels)
+        if output == wanted:
+            y, kept = kernels.swiglu_kept(gate_up_TN, wanted)
+            return kept, y
+        return kernels.quantize_rows(gate_up_TN, wanted), gated(mlp, gate_up_TN)
 
 
 def parameters_of(layer: DecoderLayer) -> tuple[Tensor, ...]:
