@@ -14,8 +14,10 @@ FORMS = (
     {"stages": 8, "tile": 128},
     {"stages": 3, "tokens": 64},
     {"stages": 6, "programs": 2},
-    {"stages": 12, "tile": 32},
-    {"stages": 8, "tile": 32, "programs": 2},
+    {"stages": 12, "tile": 32, "left": 1},
+    {"stages": 8, "tile": 32, "left": 1, "programs": 2},
+    {"stages": 6, "tile": 64, "left": 1, "programs": 2},
+    {"stages": 8, "tile": 128, "left": 1},
 )
 
 

@@ -36,8 +36,11 @@ NARROW = (
     {"stages": 8, "tile": 128},
     {"stages": 6, "programs": 2},
     {"stages": 9, "tokens": 32, "programs": 2},
-    {"stages": 12, "tile": 32},
-    {"stages": 8, "tile": 32, "programs": 2},
+    {"stages": 12, "tile": 32, "left": 1},
+    {"stages": 8, "tile": 32, "left": 1, "programs": 2},
+    {"stages": 12, "tile": 64, "left": 1},
+    {"stages": 6, "tile": 64, "left": 1, "programs": 2},
+    {"stages": 8, "tile": 128, "left": 1},
 )
 HEAD_START = 1.03
 """How much slower alone a narrow kernel may be than the library: it starts while the kernel before it ends."""

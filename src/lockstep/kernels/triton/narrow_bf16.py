@@ -91,9 +91,9 @@ def _multiply(
     BM: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
+    LEFT: gl.constexpr,
 ):
     """The warpgroups that multiply and store. A block is given back when the product after it has begun and it is done."""
-    LEFT: gl.constexpr = BN < 64
     AXIS: gl.constexpr = 1 if LEFT else 0
     ROWS: gl.constexpr = BM if LEFT else BN
     COLUMNS: gl.constexpr = BN if LEFT else BM
@@ -138,6 +138,7 @@ def _narrow_bf16(
     BM: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
+    LEFT: gl.constexpr,
 ):
     w_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, 64], w_desc.layout)
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, 64], x_desc.layout)
@@ -151,7 +152,23 @@ def _narrow_bf16(
         [
             (
                 _multiply,
-                (w_ring, x_ring, ready, free, y_ptr, M, N, tiles, tiles_m, count, BN, BM, STAGES, WARPS),
+                (
+                    w_ring,
+                    x_ring,
+                    ready,
+                    free,
+                    y_ptr,
+                    M,
+                    N,
+                    tiles,
+                    tiles_m,
+                    count,
+                    BN,
+                    BM,
+                    STAGES,
+                    WARPS,
+                    LEFT,
+                ),
             ),
             (
                 _copy,
@@ -171,17 +188,18 @@ def narrow_bf16_matmul(
     stages: int = 9,
     tokens: int = 0,
     programs: int = 1,
+    left: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """x w^T [M, N] in `dtype` for few rows; options are those of `narrow_gemm.narrow_matmul`. Both operands contiguous, their
     starts and rows aligned to 16 bytes."""
     rows, depth = x_MK.shape
     columns = w_NK.shape[0]
-    bm = tokens_of(rows, tile, tokens)
+    bm = tokens_of(rows, bool(left), tokens)
     y = empty_product(x_MK, w_NK, dtype)
     tiles_m = cdiv(rows, bm)
     tiles = cdiv(columns, tile) * tiles_m
-    grid, options = arrangement(tiles, tile, bm, programs)
+    grid, options = arrangement(tiles, tile, bm, programs, bool(left))
     _narrow_bf16[grid](
         _descriptor(w_NK, tile),
         _descriptor(x_MK, bm),
@@ -195,6 +213,7 @@ def narrow_bf16_matmul(
         bm,
         stages,
         options["num_warps"],
+        bool(left),
         **options,
     )
     return y

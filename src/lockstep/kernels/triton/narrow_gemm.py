@@ -2,8 +2,9 @@
 
     y_TN = sum over blocks of 128 along K, ascending: (w codes x codes^T) * (x scale * w scale), FP32, rounded once
 
-The weight is the left operand: 64 of its rows fill the warpgroup instruction, and the tokens are its columns, so nothing is
-padded to 64 tokens. Where that makes fewer tiles than there are processors, tiles are smaller and tokens are the left operand. A
+Either operand may be the left one, whose 64 rows fill the warpgroup instruction. The weight, with tokens as columns: then nothing
+is padded to 64 tokens. Or the tokens, where there are as many: then tiles of the weight may be smaller, which occupies more
+processors, and a thread scales by two tokens' scales instead of as many as it has columns. A
 program owns tiles of weight rows for all of K, since the FP32 additions must keep their order; what keeps the memory busy is a
 ring of bulk copies several blocks ahead, which goes on into the next tile while this one is stored. The product of the next
 block is issued before the last one is added, so that additions hide behind the tensor cores.
@@ -101,13 +102,14 @@ def _issue(
     BM: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCKS: gl.constexpr,
+    LEFT: gl.constexpr,
 ):
     """Starts the product of block J of a slot that has arrived, into registers whose content is of no more use."""
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     stage = slot % STAGES
     w = w_ring.index(stage)._reinterpret(gl.float8e4nv, [BLOCKS, BN, 128], flat).index(J)
     x = x_ring.index(stage)._reinterpret(gl.float8e4nv, [BLOCKS, BM, 128], flat).index(J)
-    if BN < 64:
+    if LEFT:
         found = warpgroup_mma(x, w.permute((1, 0)), registers, use_acc=False, is_async=True)
     else:
         found = warpgroup_mma(w, x.permute((1, 0)), registers, use_acc=False, is_async=True)
@@ -153,6 +155,7 @@ def _multiply(
     BLOCKS: gl.constexpr,
     ROUND: gl.constexpr,
     WARPS: gl.constexpr,
+    LEFT: gl.constexpr,
 ):
     """The warpgroups that multiply, scale, add and store.
 
@@ -162,7 +165,6 @@ def _multiply(
 
     A slot is given back after the branch of a wait, so that scales read from it are in registers (`ring.py`).
     """
-    LEFT: gl.constexpr = BN < 64
     AXIS: gl.constexpr = 1 if LEFT else 0
     ROWS: gl.constexpr = BM if LEFT else BN
     COLUMNS: gl.constexpr = BN if LEFT else BM
@@ -183,18 +185,18 @@ def _multiply(
         for start in range(0, whole, ROUND):
             first = base + start // BLOCKS
             arrived(ready, first, STAGES)
-            even = _issue(w_ring, x_ring, even, first, 0, BN, BM, STAGES, BLOCKS)
+            even = _issue(w_ring, x_ring, even, first, 0, BN, BM, STAGES, BLOCKS, LEFT)
             scale = _scale(s_ring, first, 0, ws + start, BM, STAGES, BLOCKS, tokens, AXIS)
             for u in gl.static_range(1, ROUND):
                 slot = first + u // BLOCKS
                 if u % BLOCKS == 0:
                     arrived(ready, slot, STAGES)
                 if u % 2 == 1:
-                    odd = _issue(w_ring, x_ring, odd, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS)
+                    odd = _issue(w_ring, x_ring, odd, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS, LEFT)
                     even = warpgroup_mma_wait(num_outstanding=1, deps=(even,))
                     acc += even * scale
                 else:
-                    even = _issue(w_ring, x_ring, even, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS)
+                    even = _issue(w_ring, x_ring, even, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS, LEFT)
                     odd = warpgroup_mma_wait(num_outstanding=1, deps=(odd,))
                     acc += odd * scale
                 if u % BLOCKS == 0:
@@ -209,7 +211,7 @@ def _multiply(
             slot = base + step
             arrived(ready, slot, STAGES)
             for j in gl.static_range(BLOCKS):
-                even = _issue(w_ring, x_ring, even, slot, j, BN, BM, STAGES, BLOCKS)
+                even = _issue(w_ring, x_ring, even, slot, j, BN, BM, STAGES, BLOCKS, LEFT)
                 scale = _scale(s_ring, slot, j, ws + step * BLOCKS + j, BM, STAGES, BLOCKS, tokens, AXIS)
                 even = warpgroup_mma_wait(num_outstanding=0, deps=(even,))
                 acc += even * scale
@@ -240,6 +242,7 @@ def _narrow(
     BLOCKS: gl.constexpr,
     ROUND: gl.constexpr,
     WARPS: gl.constexpr,
+    LEFT: gl.constexpr,
 ):
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCKS, BN, 128], w_desc.layout)
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCKS, BM, 128], x_desc.layout)
@@ -274,6 +277,7 @@ def _narrow(
                     BLOCKS,
                     ROUND,
                     WARPS,
+                    LEFT,
                 ),
             ),
             (
@@ -307,23 +311,28 @@ def shape_of(rows: int) -> int:
     return 32 if rows <= 32 else 64 if rows <= 64 else 128
 
 
-def tokens_of(rows: int, tile: int, tokens: int = 0) -> int:
+def tokens_of(rows: int, left: bool, tokens: int = 0) -> int:
     """Tokens of a tile of this form. As the left operand they are 64."""
-    return 64 if tile < 64 else tokens or shape_of(rows)
+    return 64 if left else tokens or shape_of(rows)
 
 
-def fits(rows: int, *, tile: int = 64, stages: int = 6, tokens: int = 0, programs: int = 1) -> bool:
+def fits(
+    rows: int, *, tile: int = 64, stages: int = 6, tokens: int = 0, programs: int = 1, left: int = 0
+) -> bool:
     """Whether the rings of this form have room in a multiprocessor's shared memory (227 KiB, some for barriers), and sums in its
-    registers."""
-    bm = tokens_of(rows, tile, tokens)
+    registers; and whether it makes sense: few tokens don't fill a left operand, small tiles are for few tokens."""
+    bm = tokens_of(rows, bool(left), tokens)
     room = programs * stages * ((tile + bm) * 128 + bm * 4) <= 225 * 1024
-    return room and (programs == 1 or bm * tile <= 4096) and (tile >= 64 or rows <= 64)
+    sensible = (rows <= 64 if tile < 64 else rows > 32) if left else tile >= 64
+    return room and (programs == 1 or bm * tile <= 4096) and sensible
 
 
-def arrangement(tiles: int, tile: int, bm: int, programs: int) -> tuple[tuple[int], dict[str, int | None]]:
+def arrangement(
+    tiles: int, tile: int, bm: int, programs: int, left: bool
+) -> tuple[tuple[int], dict[str, int | None]]:
     """(grid, options) of a launch: so many programs on each processor stay and take tile after tile. bm: tokens of a tile."""
     most = programs * torch.cuda.get_device_properties().multi_processor_count
-    warps = (bm if tile < 64 else tile) // 16
+    warps = (bm if left else tile) // 16
     registers = None if programs == 1 else SHARED_REGISTERS
     return (min(tiles, most),), {"num_warps": warps, "maxnreg": registers, "launch_pdl": True}
 
@@ -338,21 +347,22 @@ def narrow_matmul(
     stages: int = 6,
     tokens: int = 0,
     programs: int = 1,
+    left: int = 0,
 ) -> Tensor:
     """Block-scaled x w^T [M, N] BF16 for M <= MOST_ROWS. x_scale [M, K / 128]: unit stride along M; N, K: multiples of 128.
 
-    tile: weight rows of a tile; fewer than 64, and tokens are the left operand. stages: blocks that the ring holds. programs: on
-    each processor.
+    tile: weight rows of a tile. left: tokens are the left operand, 64 of them; they have to be where a tile is smaller.
+    stages: blocks that the ring holds. programs: on each processor.
     """
     rows, depth = x_codes_MK.shape
     columns, count = len(w_codes_NK), depth // 128
-    bm = tokens_of(rows, tile, tokens)
+    bm = tokens_of(rows, bool(left), tokens)
     blocks = 2 if PAIRS and count % 2 == 0 else 1
     y = empty_product(x_codes_MK, w_codes_NK)
     scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     tiles_m = cdiv(rows, bm)
     tiles = columns // tile * tiles_m
-    grid, options = arrangement(tiles, tile, bm, programs)
+    grid, options = arrangement(tiles, tile, bm, programs, bool(left))
     _narrow[grid](
         _descriptor(w_codes_NK, tile, blocks),
         _descriptor(x_codes_MK, bm, blocks),
@@ -369,8 +379,9 @@ def narrow_matmul(
         bm,
         stages // blocks,
         blocks,
-        4 if count % 8 else 8,
+        4 if count % 8 or programs > 1 or bm * tile > 4096 else 8,
         options["num_warps"],
+        bool(left),
         **options,
     )
     return y
