@@ -39,6 +39,7 @@ def _norm(
     c = tl.arange(0, GP)[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = c < K
     x = tl.load(x_ptr + row * K + c, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + c, mask=inside, other=0.0)  # on its way while the row is summed up
     if ADD:
         delta = tl.load(delta_ptr + row * K + c, mask=inside, other=0.0)
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
@@ -46,8 +47,7 @@ def _norm(
     x = x.to(tl.float32)
     mean = tl.div_rn(tl.sum(tl.sum(x * x, 1), 0), K.to(tl.float32))
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
-    weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    y = (x * inverse * weight).to(out_ptr.dtype.element_ty)
+    y = (x * inverse * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
     if FP8:
         store_row_codes(y.to(tl.float32), row, codes_ptr, scale_ptr, K, scale_stride, groups, GP, POW2)
     else:

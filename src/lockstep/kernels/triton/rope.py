@@ -82,9 +82,18 @@ def _rope(
     ok = (local < limit)[:, None] & inside[None, :]
     source = qkv_ptr + t * qkv_stride + base[:, None] * D + half[None, :]
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    # Whatever is read is asked for at once: few rows have nothing else to hide the memory's latency behind.
+    position = tl.load(position_ptr + t)
     a = tl.load(source, mask=ok, other=0.0).to(tl.float32)
     b = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
+    if PAGED:
+        slot = tl.load(slot_ptr + t)
+        if KV8:
+            k_scale = tl.load(ks_ptr + local, mask=local < G, other=1.0)[:, None]
+            v_scale = tl.load(vs_ptr + local, mask=local < G, other=1.0)[:, None]
     if not is_v:
+        cos = tl.load(table_ptr + position * (2 * HALF) + half, mask=inside, other=0.0)[None, :]
+        sin = tl.load(table_ptr + position * (2 * HALF) + HALF + half, mask=inside, other=0.0)[None, :]
         if NORM:
             if is_q:
                 wa = tl.load(qw_ptr + half, mask=inside, other=0.0)
@@ -93,9 +102,6 @@ def _rope(
                 wa = tl.load(kw_ptr + half, mask=inside, other=0.0)
                 wb = tl.load(kw_ptr + HALF + half, mask=inside, other=0.0)
             a, b = _half_norm(a, b, wa, wb, eps, D, dtype)
-        position = tl.load(position_ptr + t)
-        cos = tl.load(table_ptr + position * (2 * HALF) + half, mask=inside, other=0.0)[None, :]
-        sin = tl.load(table_ptr + position * (2 * HALF) + HALF + half, mask=inside, other=0.0)[None, :]
         a, b = a * cos - b * sin, b * cos + a * sin
         a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
     if is_q:
@@ -103,7 +109,6 @@ def _rope(
         tl.store(q_to, a.to(dtype), mask=ok)
         tl.store(q_to + HALF, b.to(dtype), mask=ok)
     elif PAGED:
-        slot = tl.load(slot_ptr + t)
         tile = (slot // 64 * G + local)[:, None] * (64 * D)
         at = slot % 64
         wild = tl.max(tl.max((tl.abs(a) + tl.abs(b) < float("inf")).to(tl.int32) ^ 1, 1), 0)
@@ -112,7 +117,6 @@ def _rope(
         if is_v:
             v_to = v_ptr + tile + half[None, :] * 64 + (place_of(at, 4) if KV8 else at)
             if KV8:
-                v_scale = tl.load(vs_ptr + local, mask=local < limit, other=1.0)[:, None]
                 tl.store(v_to, fixed_codes(a, v_scale), mask=ok)
                 tl.store(v_to + HALF * 64, fixed_codes(b, v_scale), mask=ok)
             else:
@@ -121,7 +125,6 @@ def _rope(
         else:
             k_to = k_ptr + tile + at * D + half[None, :]
             if KV8:
-                k_scale = tl.load(ks_ptr + local, mask=local < limit, other=1.0)[:, None]
                 k_row = k_ptr + tile + at * D
                 tl.store(k_row + place_of(half, D // 16)[None, :], fixed_codes(a, k_scale), mask=ok)
                 tl.store(k_row + place_of(half + HALF, D // 16)[None, :], fixed_codes(b, k_scale), mask=ok)
