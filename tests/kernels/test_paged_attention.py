@@ -60,6 +60,41 @@ def test_no_arrangement_changes_a_bit(
     assert torch.equal(decoded(attention, q, paged, None)[0], expected[0])
 
 
+@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64)], ids=lambda h: "-".join(map(str, h)))
+def test_it_begins_while_keys_are_written(heads: tuple[int, int, int], hopper: SimpleNamespace) -> None:
+    """Right behind the kernel that writes queries and last keys, as in a decode step; that one is made slow by many rows."""
+    attention, shape = hopper.attention, AttentionShape("paged", *heads)
+    paged = make_paged([1, 63, 64, 65, 128, 129, 700, 2049, 4100] * 14, shape, fp8=True, device=CUDA)
+    index = paged.decode_index(range(len(paged.lengths)), paged.lengths)
+    slots = torch.tensor([int(paged.slots(b)[-1]) for b in range(len(paged.lengths))], device=CUDA)
+    position = torch.tensor(paged.lengths, device=CUDA) - 1
+    table = torch.randn(int(position.max()) + 1, 2, shape.head_dim // 2, device=CUDA)
+    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    generator = torch.Generator("cuda").manual_seed(0)
+    differ = torch.zeros((), dtype=torch.long, device=CUDA)
+    for _ in range(200):
+        qkv = (torch.randn(len(slots), width, generator=generator, device=CUDA) * 1.5).bfloat16()
+        found = []
+        for early in (True, False):
+            pages = [x.view(torch.uint8).clone().view(x.dtype) for x in paged.pages]
+            q = hopper.rope.rope_and_write(
+                qkv,
+                table,
+                position,
+                slots,
+                *pages,
+                heads=shape.heads,
+                norms=None,
+                eps=0.0,
+                scales=paged.scales,
+            )
+            if not early:
+                torch.cuda.synchronize()
+            found.append(attention.decode(q, *pages, index, paged.scales, early=early))
+        differ += (found[0] != found[1]).any()
+    assert int(differ) == 0
+
+
 def test_what_it_takes(hopper: SimpleNamespace) -> None:
     takes = hopper.attention.paged_attention.takes
     pages = torch.empty(1, 2, 64, 128, dtype=torch.uint8, device=CUDA)

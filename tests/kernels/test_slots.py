@@ -121,10 +121,12 @@ def test_paged_attention(
     k, v = codes(9, groups, 64, dim), codes(9, groups, dim, 64)
     q, scales = torch.zeros(128, heads, dim, dtype=torch.bfloat16), (torch.ones(groups), torch.ones(groups))
     lengths, tables = torch.ones(128, dtype=torch.int32), torch.zeros(128, 70, dtype=torch.int32)
-    for longest in (192, 4480):
-        attention.decode(q, k, v, attention.DecodeIndex(lengths, tables, longest), scales)
-    assert [name for name, _ in compiled] == ["_paged", "_paged", "join_kernel"]
-    for _, kernel in compiled[:2]:
+    for begun in (False, True):
+        for longest in (192, 4480):
+            index = attention.DecodeIndex(lengths, tables, longest)
+            attention.decode(q, k, v, index, scales, early=begun)
+    assert [name for name, _ in compiled] == ["_paged", "_paged", "join_kernel"] * 2
+    for kernel in (kernel for name, kernel in compiled if name == "_paged"):
         code = machine_code(kernel.asm["ptx"], tmp_path)
         copies = [line for line in code if "UTMALDG" in line.text]
         assert len(copies) >= 4 and list(early(code, gives="UTMALDG")) == []

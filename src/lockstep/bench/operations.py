@@ -233,8 +233,8 @@ def _attention(make: Maker, found: Tables) -> list[Call]:
             made.append(Call("prefill_attention", args, out, sizes | {"lse": False}))
             made.append(Call("prefill_attention", args, [*out, *lse], sizes | {"lse": True}))
             out = [dense(2, H, D)] if codes is None else rows(H * D, 2)
-            for longest in (70, 5000):
-                sizes = {"longest": longest, "codes": codes}
+            for longest, begun in ((70, False), (5000, True)):
+                sizes = {"longest": longest, "codes": codes, "early": begun}
                 made.append(Call("decode_attention", (q[:2], *pages, lengths, pages_BP, *given), out, sizes))
         if dtype == E4M3:
             n = len(found.pages)

@@ -78,9 +78,8 @@ class DevicePages:
         )
         codes = code_scale(attention)
         if isinstance(self.index, kernel.DecodeIndex):
-            return output_rows(
-                kernel.decode(q_THD, k_pages, v_pages, self.index, scales, codes=codes), attention
-            )
+            out = kernel.decode(q_THD, k_pages, v_pages, self.index, scales, codes=codes, early=True)
+            return output_rows(out, attention)
         out, _ = kernel.prefill(q_THD, k_pages, v_pages, self.index, scales, codes=codes)
         return output_rows(out, attention)
 

@@ -170,8 +170,10 @@ def decode(
     scales: tuple[Tensor, Tensor] | None,
     *,
     codes: ScaleKind | None = None,
+    early: bool = False,
 ) -> Tensor | Codes:
-    """o [B, H, D] (or its codes, as in `prefill`): the last position of every sequence."""
+    """o [B, H, D] (or its codes, as in `prefill`): the last position of every sequence. early: the kernel launched just before
+    wrote nothing of what is read here but queries, and keys and values of last positions."""
     k_scale, v_scale = scales if scales is not None else (None, None)
     found = _decode_rows(
         q_BHD,
@@ -183,6 +185,7 @@ def decode(
         v_scale,
         longest=index.longest,
         codes=codes,
+        early=early,
     )
     return found[0] if codes is None else (found[0], found[1])
 
@@ -199,6 +202,7 @@ def _decode_rows(
     *,
     longest: int,
     codes: str | None,
+    early: bool,
 ) -> list[Tensor]:
     batch, heads, dim = q_BHD.shape
     kv_heads = k_pages.shape[1]
@@ -228,6 +232,7 @@ def _decode_rows(
             steps=CHUNK // PAGE,
             codes=codes is not None,
             pow2=codes == "pow2",
+            early=early,
         )
     else:
         decode_kernel[(kv_heads, batch, splits)](

@@ -4,6 +4,8 @@ The definition is that file's: one query a sequence, its group of heads as the r
 (then values) as the left one, 64 keys a step, chunks of CHUNK keys. A column's bits don't depend on how many columns there are,
 so eight take the place of sixteen: half of the exponentials, and registers for four programs on each processor.
 
+Where the kernel before writes the last page alone, the first ones are fetched while it runs.
+
 Pages come by bulk copies into a ring. A page stores its codes so that a lane's share of a row is contiguous (`numbers.place_of`);
 lanes read it as words and widen them in registers, where the instruction takes its left operand from.
 
@@ -67,8 +69,8 @@ def _fill(k_desc, v_desc, rings, ready, slot, page, g, G: gl.constexpr, D: gl.co
 def _paged(
     q_ptr, k_desc, v_desc, o_ptr, part_ptr, state_ptr, table_ptr, length_ptr, ks_ptr, vs_ptr, scale_ptr, scale_stride,
     base, table_stride, splits, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr,
-    SPLIT: gl.constexpr, OUT8: gl.constexpr, POW2: gl.constexpr, STAGES: gl.constexpr, K_WORDS: gl.constexpr,
-    V_WORDS: gl.constexpr,
+    SPLIT: gl.constexpr, OUT8: gl.constexpr, POW2: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    K_WORDS: gl.constexpr, V_WORDS: gl.constexpr,
 ):  # fmt: skip
     bf16: gl.constexpr = gl.bfloat16
     out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
@@ -83,21 +85,31 @@ def _paged(
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(STAGES):
         mbarrier.init(ready.index(place), count=1)
-    gdc_wait()
-    gdc_launch_dependents()
     g, b, chunk = gl.program_id(0), gl.program_id(1).to(gl.int64), gl.program_id(2)
-    n = gl.load(length_ptr + b)
+    rings = (k_ring, v_ring)
+    if not EARLY:
+        gdc_wait()
+    # Past the first-level cache, which may hold the last step's: nothing has been waited for yet.
+    n = gl.load(length_ptr + b, cache_modifier=".cg")
     pages = gl.cdiv(n, PAGE)
     start = chunk * STEPS
     stop = gl.minimum(start + STEPS, pages)
-    if start >= pages:
-        return
     table_ptr += b * table_stride
     fence_async_shared()
-    rings = (k_ring, v_ring)
+    first = ()
     for place in gl.static_range(STAGES):
-        page = gl.load(table_ptr + start + place, mask=start + place < stop, other=0)
-        _fill(k_desc, v_desc, rings, ready, place, page, g, G, D, start + place < stop)
+        at = start + place
+        page = gl.load(table_ptr + at, mask=at < stop, other=0, cache_modifier=".cg")
+        _fill(k_desc, v_desc, rings, ready, place, page, g, G, D, (at < stop) & (at < pages - 1))
+        first = first + (page,)
+    if EARLY:
+        gdc_wait()
+    gdc_launch_dependents()
+    if start >= pages:
+        return
+    for place in gl.static_range(STAGES):
+        at = start + place
+        _fill(k_desc, v_desc, rings, ready, place, first[place], g, G, D, (at < stop) & (at == pages - 1))
     spread: gl.constexpr = gl.BlockedLayout([1, D // 16], [2, 16], [4, 1], [1, 0])
     i, d = gl.arange(0, QUERIES, gl.SliceLayout(1, spread)), gl.arange(0, D, gl.SliceLayout(0, spread))
     q_at = gl.expand_dims((b * H + g * Q + i) * D, 1) + gl.expand_dims(d, 0)
@@ -178,15 +190,16 @@ def launch(
     steps: int,
     codes: bool,
     pow2: bool,
+    early: bool,
     stages: int = STAGES,
 ) -> None:
-    """Writes what `attention.decode` returns, or where there are several `splits` their parts and states."""
+    """Writes what `attention.decode` returns, or where there are several `splits` their parts and states. early: see there."""
     batch, heads, dim = q_BHD.shape
     kv_heads = k_pages.shape[1]
     _paged[(kv_heads, batch, splits)](
         q_BHD, _words(k_pages, 64), _words(v_pages, dim), out, part, state, table_BP, lengths_B, *scales, out_scale,
         out_scale.stride(1), base, table_BP.stride(0), splits, heads, kv_heads, dim, steps, splits > 1, codes, pow2,
-        stages, _lanes(PAGE.value, dim), _lanes(dim, PAGE.value), num_warps=4, launch_pdl=True,
+        stages, early, _lanes(PAGE.value, dim), _lanes(dim, PAGE.value), num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 
