@@ -101,7 +101,7 @@ def _paged(
         at = start + place
         page = gl.load(table_ptr + at, mask=at < stop, other=0, cache_modifier=".cg")
         _fill(k_desc, v_desc, rings, ready, place, page, g, G, D, (at < stop) & (at < pages - 1))
-        first = first + (page,)
+        first = first + (page,)  # type: ignore[assignment]  # noqa: RUF005
     if EARLY:
         gdc_wait()
     gdc_launch_dependents()
