@@ -45,7 +45,7 @@ def test_every_operation(compiled: Launched) -> None:
 
 
 def test_every_form_of_the_narrow_products(compiled: Launched) -> None:
-    from lockstep.kernels.products import NARROW
+    from lockstep.kernels.products import NARROW, NARROW_BF16
     from lockstep.kernels.triton.narrow_bf16 import narrow_bf16_matmul
     from lockstep.kernels.triton.narrow_gemm import fits, narrow_matmul
     from lockstep.kernels.triton.quantize import empty_codes
@@ -57,6 +57,8 @@ def test_every_form_of_the_narrow_products(compiled: Launched) -> None:
         for form in NARROW:
             if fits(rows, **form):
                 narrow_matmul(x_codes, x_scale, codes, scale, **form)
+        for form in NARROW_BF16:
+            if fits(rows, **form):
                 narrow_bf16_matmul(torch.zeros(rows, 512, dtype=torch.bfloat16), weight, **form)
     assert names(compiled) == {"_narrow", "_narrow_bf16"}
 

@@ -18,6 +18,7 @@ FORMS = (
     {"stages": 8, "tile": 32, "left": 1, "programs": 2},
     {"stages": 6, "tile": 64, "left": 1, "programs": 2},
     {"stages": 8, "tile": 128, "left": 1},
+    {"stages": 4, "tile": 128, "tokens": 256},
 )
 
 

@@ -75,7 +75,7 @@ def test_it_finds_an_early_arrival() -> None:
 
 
 def test_narrow_products(compiled: list[tuple[str, Any]], tmp_path: Path, codes: Codes) -> None:
-    from lockstep.kernels.products import FEW_ROWS, NARROW
+    from lockstep.kernels.products import FEW_ROWS, NARROW, NARROW_BF16
     from lockstep.kernels.triton.narrow_bf16 import narrow_bf16_matmul
     from lockstep.kernels.triton.narrow_gemm import fits, narrow_matmul
     from lockstep.kernels.triton.quantize import empty_codes
@@ -87,6 +87,8 @@ def test_narrow_products(compiled: list[tuple[str, Any]], tmp_path: Path, codes:
                 for depth in (1152, 2048):  # block by block, and two by two
                     x, scale = empty_codes(rows, depth, torch.device("cpu"))
                     narrow_matmul(x, scale, codes(1024, depth), torch.ones(8, depth // 128), **form)
+        for form in NARROW_BF16:
+            if fits(rows, **form):
                 narrow_bf16_matmul(plain, weight, **form)
     assert {name for name, _ in compiled} == {"_narrow", "_narrow_bf16"}
     code = [machine_code(kernel.asm["ptx"], tmp_path) for _, kernel in compiled]

@@ -14,7 +14,7 @@ Next: `triton/gemm.py` and `triton/narrow_gemm.py` for the arithmetic, `library.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,10 @@ NARROW = (
     {"stages": 12, "tile": 64, "left": 1},
     {"stages": 6, "tile": 64, "left": 1, "programs": 2},
     {"stages": 8, "tile": 128, "left": 1},
+    {"stages": 6, "tile": 128},
 )
+NARROW_BF16 = (*NARROW, {"stages": 4, "tile": 128, "tokens": 256})
+"""Without scales there are registers for larger tiles, which read less from the second-level cache: it bounds the output head."""
 HEAD_START = 1.03
 """How much slower alone a narrow kernel may be than the library: it starts while the kernel before it ends."""
 Form = dict[str, int]
@@ -135,18 +138,25 @@ class Products:
                 size,
                 lambda: gemm.bf16_matmul(x, w_NK, dtype=dtype),
                 lambda n, form: narrow_bf16.narrow_bf16_matmul(x[:n], w_NK, dtype=dtype, **form),
+                NARROW_BF16,
             )
         return self._plain[key]
 
     def _fastest(
-        self, size: int, known: Callable[[], Tensor], narrow: Callable[[int, Form], Tensor]
+        self,
+        size: int,
+        known: Callable[[], Tensor],
+        narrow: Callable[[int, Form], Tensor],
+        forms: Sequence[Form] = NARROW,
     ) -> Form | None:
         """The fastest form of a narrow kernel for `size` rows, or None where the known kernel is faster. known: of `size` rows;
         narrow: of the first n of them."""
         expected = known()
         best, found = HEAD_START * elapsed(known), None
-        for form in NARROW:
-            if form.get("tokens", 0) >= narrow_gemm.shape_of(size) or not narrow_gemm.fits(size, **form):
+        for form in forms:
+            tokens, most = form.get("tokens", 0), narrow_gemm.shape_of(size)
+            larger = most < size and tokens > most  # than the tile that is the default
+            if not (tokens < most or larger) or not narrow_gemm.fits(size, **form):
                 continue
             if not all(self.agree(narrow(n, form), expected[:n]) for n in _counts(size)):
                 continue
