@@ -65,7 +65,7 @@ def pack(parts: Any) -> tuple[list[Run], Tensor]:
 
 def decoder_of(name: str, flow: Flow, *, graphs: bool) -> Decoder:
     decoder = random_masters(SPECS[name], flow, select("hopper"))
-    decoder.graphs = TrunkGraphs() if graphs else None
+    decoder.capture(graphs)
     decoder.model.rope.reserve(4096, CUDA)
     return decoder
 
@@ -81,7 +81,9 @@ def pass_of(decoder: Decoder, parts: Any, collector: AmaxCollector | None = None
     index = decoder.kernels.index(runs, spec.query_group, CUDA)
     context = packed_context(positions.to(CUDA), index, decoder.kernels, scales=scales, collector=collector)
     out = decoder.hidden(ids, context)
-    out.backward(torch.randn(out.shape, generator=generator).to(CUDA).bfloat16())
+    targets = torch.randint(spec.vocab_size, (len(positions),), generator=generator).to(CUDA)
+    logp, _ = decoder.head.log_probs(out, targets, torch.ones(len(positions), device=CUDA))
+    (logp @ torch.randn(len(positions), generator=generator).to(CUDA)).backward()
     return out.detach()
 
 

@@ -98,6 +98,12 @@ class Sides:
     theirs: Theirs
     choices: str
 
+    def capture(self, on: bool) -> None:
+        """Captures our training passes; gradients of embedding and head are added in place on both sides."""
+        self.ours.decoder.capture(on)
+        twin = self.theirs.baseline.decoder
+        twin.model.embed_tokens.in_place = twin.head.in_place = on
+
     @property
     def both(self) -> tuple[Side, Side]:
         """In the order in which they are timed."""

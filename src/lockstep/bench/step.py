@@ -109,9 +109,12 @@ class Result:
         return [*rows, {"ratio": rounded(self.ratio)}]
 
 
-def run_step(decoder: Decoder, work: StepWork, *, steps: int, say: Say, profiled: bool = False) -> Result:
+def run_step(
+    decoder: Decoder, work: StepWork, *, steps: int, say: Say, captured: bool = False, profiled: bool = False
+) -> Result:
     """Both sides, one after the other, since their caches would not fit side by side. decoder: masters that can be trained, under
-    the FP8 flow. profiled: also tells the kernels of forward and backward of one micro-batch.
+    the FP8 flow. captured: training passes of its side are. profiled: also tells the kernels of forward and backward of one
+    micro-batch.
 
     Raises ContractError when a log-probability of the FP8 side differs between rollout and trainer.
     """
@@ -120,6 +123,7 @@ def run_step(decoder: Decoder, work: StepWork, *, steps: int, say: Say, profiled
     )
     scales = flat_scales(decoder).to(decoder.device) if decoder.flow.kv_fp8 else None
     sides = make_sides(decoder, lengths, scales=scales)
+    sides.capture(captured)
     say(sides.choices)
     optimizer = Optimizer(decoder.named_parameters(), OptimSpec(lr=1e-7), 1000)
     times: dict[str, Times] = {}

@@ -109,7 +109,6 @@ def train(
     from lockstep.bench.profile import profile as longest
     from lockstep.bench.shapes import preset
     from lockstep.bench.sides import make_sides, random_batch, random_masters
-    from lockstep.models.trunk_graph import TrunkGraphs
 
     kernels, card = _kernels_and_card(ceilings)
     decoder = random_masters(preset(model), _flow(flow), kernels)
@@ -126,13 +125,13 @@ def train(
         typer.echo(few.choices)
         short = [random_batch(decoder, [small], seed=i) for i in range(8)]
         for captured in (False, True) if graphs else (False,):
-            decoder.graphs = TrunkGraphs() if captured else None
+            few.capture(captured)
             ratio, times = bench.wall_ratio(few, short, 5)
             told = ", ".join(f"{side} {ms:.2f} ms" for side, ms in times.items())
             how = "captured" if captured else "launched one by one"
             typer.echo(f"8 micro-batches of {small} rows, by the wall, FP8 {how}: {told}: {ratio:.3f}x")
             records.append({"rows": small, "micro_batches": 8, "graphs": captured, **times, "ratio": ratio})
-        decoder.graphs = None
+        few.capture(False)
     if profile:
         for side in sides.both:
             _say(longest(side.name, lambda side=side: bench.accumulate(side, batches[:1])))  # type: ignore[misc]
@@ -164,14 +163,12 @@ def step(
     from lockstep.bench import step as bench
     from lockstep.bench.shapes import preset
     from lockstep.bench.sides import random_masters
-    from lockstep.models.trunk_graph import TrunkGraphs
 
     kernels, card = _kernels_and_card(ceilings)
     work = bench.StepWork(prompts, samples, prompt_tokens, new_tokens, microbatch_tokens)
     decoder = random_masters(preset(model), _flow(flow), kernels)
     decoder.save_fp8, decoder.deterministic = save_fp8, deterministic
-    decoder.graphs = TrunkGraphs() if graphs else None
-    found = bench.run_step(decoder, work, steps=steps, say=typer.echo, profiled=profile)
+    found = bench.run_step(decoder, work, steps=steps, say=typer.echo, captured=graphs, profiled=profile)
     _say(found.lines())
     name = f"step-{model}-{prompts}x{samples}x{prompt_tokens}-{new_tokens}"
     reached = bench.goals(model, found) if goals else ()

@@ -182,6 +182,13 @@ class Decoder(nn.Module):
         for projection in self.projections():
             projection.stacked()
 
+    def capture(self, on: bool) -> None:
+        """Whether training passes are captured, and gradients added in place. For kernels that fuse, before the first pass."""
+        from lockstep.models.trunk_graph import TrunkGraphs
+
+        self.graphs = TrunkGraphs() if on else None
+        self.model.embed_tokens.in_place = self.head.in_place = on
+
     def places(self) -> tuple[int, ...]:
         """Where the rotary table and all working copies lie: a captured pass reads them there as long as this stays the same."""
         self.stack()

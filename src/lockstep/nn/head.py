@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.kernels.fused import FusedKernels
 from lockstep.kernels.reference import PackedWeight
 from lockstep.kernels.table import Kernels
-from lockstep.nn.rows import add_rows
+from lockstep.nn.rows import add_rows, add_rows_to
 from lockstep.nn.sampling_mask import KeptRows, SamplingMask
 from lockstep.nn.working import Working
 from lockstep.numerics.flow import Flow
@@ -37,11 +37,16 @@ product of 500 rows."""
 
 
 class Table(Working):
-    """A [V, K] matrix used to look up tokens, to score them, or both."""
+    """A [V, K] matrix used to look up tokens, to score them, or both.
+
+    in_place: where kernels fuse, backward passes add to the weight's `.grad` themselves, instead of returning a gradient that is
+    as large and mostly zeros. Hooks don't see it then.
+    """
 
     def __init__(self, vocabulary: int, hidden: int, *, flow: Flow, kernels: Kernels) -> None:
         super().__init__(kernels, BF16, flow.activation)
         self.weight = nn.Parameter(torch.empty(vocabulary, hidden))
+        self.in_place = False
 
     def forward(self, ids_T: Tensor) -> Tensor:
         """Embeddings [T, K]."""
@@ -63,6 +68,15 @@ class Table(Working):
         return _LogProbs.apply(h_TK, self.weight, targets_T, temperature_T, self, mask)  # type: ignore[no-any-return]
 
 
+def _total(table: Table) -> Tensor | None:
+    """The gradient so far, to be added to; None where it has to be returned."""
+    if not table.in_place or not table.kernels.fused:
+        return None
+    if table.weight.grad is None:
+        table.weight.grad = torch.zeros_like(table.weight)
+    return table.weight.grad
+
+
 def chunk_rows(kernels: Kernels, vocabulary: int) -> int:
     """Rows of logits to hold at a time; values don't depend on it."""
     return max(LOGITS_BYTES // (4 * vocabulary) // 128, 1) * 128 if kernels.fused else CHUNK
@@ -77,14 +91,18 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids_T: Tensor, weight: Tensor, table: Table) -> Tensor:
         ctx.save_for_backward(ids_T)
-        ctx.count = len(weight)
+        ctx.table = table
         assert table.working.plain is not None
         return F.embedding(ids_T, table.working.plain)
 
     @staticmethod
     def backward(ctx: Any, grad_TK: Tensor) -> Any:
         (ids_T,) = ctx.saved_tensors
-        return None, add_rows(grad_TK, ids_T, ctx.count), None
+        total_VK = _total(ctx.table)
+        if total_VK is None:
+            return None, add_rows(grad_TK, ids_T, len(ctx.table.weight)), None
+        add_rows_to(total_VK, grad_TK, ids_T)
+        return None, None, None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -127,7 +145,8 @@ class _LogProbs(torch.autograd.Function):
             grad_T,
             grad_entropy_T,
         )
-        dh_TK, dw = gradient.products(needs_weight=ctx.needs_input_grad[1])
+        total_VK = _total(ctx.table) if ctx.needs_input_grad[1] else None
+        dh_TK, dw = gradient.products(needs_weight=ctx.needs_input_grad[1], total_VK=total_VK)
         return dh_TK, dw, None, None, None, None
 
 
@@ -164,12 +183,12 @@ class _LogitsGradient:
     grad_T: Tensor
     grad_entropy_T: Tensor | None
 
-    def products(self, *, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
-        """(dh [T, K] in h's type, dw [V, K] FP32)."""
+    def products(self, *, needs_weight: bool, total_VK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(dh [T, K] in h's type, dw [V, K] FP32). dw is added to `total_VK` if there is one, and not returned."""
         working = self.table.working
         assert working.plain is not None
         if self.table.kernels.fused:
-            return self._fused_products(working, needs_weight=needs_weight)
+            return self._fused_products(working, needs_weight=needs_weight, total_VK=total_VK)
         dense = working.dense
         weight = dense if dense is not None and dense.dtype == torch.float32 else working.plain.float()
         dh = torch.empty(self.h_TK.shape, device=self.h_TK.device)
@@ -182,10 +201,12 @@ class _LogitsGradient:
             dw.addmm_(d.t(), self.h_TK[rows].float())
         return dh.to(self.h_TK.dtype), dw
 
-    def _fused_products(self, working: PackedWeight, *, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
+    def _fused_products(
+        self, working: PackedWeight, *, needs_weight: bool, total_VK: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         kernels, plain = _fused(self.table.kernels), working.plain
         assert plain is not None
-        dh, dw = torch.empty_like(self.h_TK), None
+        dh, dw = torch.empty_like(self.h_TK), total_VK
         chunk = chunk_rows(self.table.kernels, len(plain))
         for first in range(0, len(dh), CHUNKS * chunk):
             end = min(first + CHUNKS * chunk, len(dh))
@@ -200,7 +221,9 @@ class _LogitsGradient:
                 dw = kernels.linear_wgrad(d, h)
             elif dw is not None:
                 kernels.add_wgrad(dw, d, h)
-        return dh, torch.zeros(plain.shape, device=dh.device) if needs_weight and dw is None else dw
+        if needs_weight and dw is None:
+            dw = torch.zeros(plain.shape, device=dh.device)
+        return dh, dw if total_VK is None else None
 
     def _fused_chunk(self, rows: slice, out_CV: Tensor) -> None:
         if self.mask is not None and self.mask.rows(rows.start, rows.stop) is not None:

@@ -21,6 +21,14 @@ def add_rows(grad_NK: Tensor, rows_N: Tensor, count: int) -> Tensor:
     return total.index_add_(0, rows_N, grad_NK.float())
 
 
+def add_rows_to(total_VK: Tensor, grad_NK: Tensor, rows_N: Tensor) -> None:
+    """Adds each gradient to its row of an FP32 total; only these rows are touched."""
+    if total_VK.is_cuda:  # where it accumulates, torch sorts first
+        total_VK.index_put_((rows_N,), grad_NK.float(), accumulate=True)
+    else:
+        total_VK.index_add_(0, rows_N, grad_NK.float())
+
+
 def take_rows(x_TK: Tensor, rows_N: Tensor) -> Tensor:
     """x[rows], [N, K], differentiable; rows may repeat."""
     if x_TK.is_cuda:

@@ -25,7 +25,6 @@ from lockstep.models.checkpoint import load_config, load_tensors
 from lockstep.models.decoder import Decoder
 from lockstep.models.spec import ModelSpec
 from lockstep.models.tokenizer import load_tokenizer, stop_ids
-from lockstep.models.trunk_graph import TrunkGraphs
 from lockstep.nn.kv_scales import KVMaxima, KVScales
 from lockstep.numerics.flow import Flow, FlowPair, FlowSpec, build_flows
 from lockstep.rollout.calibration import measure_kv
@@ -105,7 +104,7 @@ def make_parts(spec: RunSpec) -> Parts:
     decoder = empty_decoder(model_spec, flows.trainer, kernels, device_of(kernels))
     decoder.checkpointing, decoder.save_fp8 = spec.update.checkpointing, spec.update.save_fp8
     decoder.deterministic = spec.update.deterministic
-    decoder.graphs = TrunkGraphs() if kernels.fused and spec.update.cuda_graphs else None
+    decoder.capture(kernels.fused and spec.update.cuda_graphs)
     load_masters(decoder, model_path)
     prompts, dropped = load_prompts(spec.data, tokenizer, spec.seed)
     stream = PromptStream(
