@@ -358,6 +358,7 @@ def narrow_matmul(
     columns, count = len(w_codes_NK), depth // 128
     bm = tokens_of(rows, bool(left), tokens)
     blocks = 2 if PAIRS and count % 2 == 0 else 1
+    assert stages // blocks > 1, "a slot goes back after the next one has arrived"
     y = empty_product(x_codes_MK, w_codes_NK)
     scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     tiles_m = cdiv(rows, bm)
