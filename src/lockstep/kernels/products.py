@@ -14,7 +14,10 @@ Next: `triton/gemm.py` and `triton/narrow_gemm.py` for the arithmetic, `library.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -153,11 +156,9 @@ class Products:
         narrow: of the first n of them."""
         expected = known()
         best, found = HEAD_START * elapsed(known), None
-        for form in forms:
-            tokens, most = form.get("tokens", 0), narrow_gemm.shape_of(size)
-            larger = most < size and tokens > most  # than the tile that is the default
-            if not (tokens < most or larger) or not narrow_gemm.fits(size, **form):
-                continue
+        candidates = [form for form in forms if _sensible(size, form)]
+        compile_together([partial(narrow, size, form) for form in candidates], expected.device)
+        for form in candidates:
             if not all(self.agree(narrow(n, form), expected[:n]) for n in _counts(size)):
                 continue
             time = elapsed(lambda form=form: narrow(size, form))  # type: ignore[misc]
@@ -187,6 +188,24 @@ def fp8_linear(
 def bf16_product(x_TK: Tensor, w_NK: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """See `Products.plain`."""
     return PRODUCTS.plain(x_TK, w_NK, dtype)
+
+
+def _sensible(size: int, form: Form) -> bool:
+    """Whether a form is worth a trial for so many rows: other tokens than the default's, fewer or, beyond its tile, more."""
+    tokens, most = form.get("tokens", 0), narrow_gemm.shape_of(size)
+    return (tokens < most or (most < size and tokens > most)) and narrow_gemm.fits(size, **form)
+
+
+def compile_together(launches: Sequence[Callable[[], object]], device: torch.device) -> None:
+    """Launches each once, from as many threads as there are cores: most of a first launch is compilation, which one core would do
+    one after the other. Waits for the device."""
+    threads = min(len(launches), os.cpu_count() or 1)
+    if threads < 2:
+        return
+    with ThreadPoolExecutor(threads, "compile", torch.cuda.set_device, (device,)) as pool:
+        for done in [pool.submit(launch) for launch in launches]:
+            done.result()
+    torch.cuda.synchronize(device)
 
 
 def _size_class(count: int) -> int | None:
