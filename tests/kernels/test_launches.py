@@ -7,6 +7,8 @@ Triton 3.6 (`pip install triton==3.6.0`); elsewhere this is skipped.
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -119,3 +121,24 @@ def test_a_place_is_looked_at_once_as_long_as_its_master_stays(
             again,
         )
     assert len(compiled) == 5
+
+
+def test_launches_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.kernels.products import compile_together
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: places.append(device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(device))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    places: list[Any] = []
+    waited: list[Any] = []
+    done: list[int] = []
+    device, together = torch.device("cuda", 1), threading.Barrier(3, timeout=30)
+
+    def launch(number: int) -> None:
+        together.wait()
+        done.append(number)
+
+    compile_together([partial(launch, n) for n in range(3)], device)
+    assert sorted(done) == [0, 1, 2] and waited == [device] and set(places) == {device}
+    with pytest.raises(ZeroDivisionError):
+        compile_together([lambda: 1 // 0, lambda: None], device)
