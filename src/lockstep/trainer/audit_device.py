@@ -183,7 +183,7 @@ class DeviceAudit(FlowAudit):
             page_size=PAGE,
             prefix_cache=False,
         )
-        first, _ = self.generate(Schedule("", base, tokens), requests)
+        first = self.generate(Schedule("", base, tokens), requests)[0]
         one = replace(base, max_running=1, max_batched_tokens=4096, cuda_graphs=False)
         schedule = Schedule(f"context of {len(prompt):,}, one by one, in chunks", one, tokens)
         yield self.same_schedule(schedule, first, requests, culprit)
