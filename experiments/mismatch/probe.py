@@ -108,11 +108,12 @@ class ProbedUpdater(Updater):
         limit = self.parts.spec.rollout.max_new_tokens
         coef_S = advantage_S * token_coefficients(lengths, recipe.denominator, max_tokens=limit)
         coef_of = {id(s): coef for s, coef in zip(samples, coef_S.tolist(), strict=True)}
-        for members, micro in self.microbatches(samples, {}):
-            logp_N, _ = micro.log_probs(decoder, None)
-            coef_N = torch.tensor([coef_of[id(s)] for s in members]).to(device)[micro.sample_N]
-            coef_N = coef_N * weight(logp_N.detach(), micro.rollout_N)
-            (-(coef_N * logp_N).sum()).backward()
+        with decoder.uncaptured():  # the decoder may be the trainer's own, whose gradients are kept
+            for members, micro in self.microbatches(samples, {}):
+                logp_N, _ = micro.log_probs(decoder, None)
+                coef_N = torch.tensor([coef_of[id(s)] for s in members]).to(device)[micro.sample_N]
+                coef_N = coef_N * weight(logp_N.detach(), micro.rollout_N)
+                (-(coef_N * logp_N).sum()).backward()
         return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
     def twin(self) -> Decoder:

@@ -177,6 +177,25 @@ def test_embedding_and_head_add_in_place(toy: SimpleNamespace, kernels: Any) -> 
         assert all(table.weight.grad is None for table in tables)
 
 
+def test_gradients_that_are_kept_survive_others(toy: SimpleNamespace, kernels: Any) -> None:
+    decoder = decoder_of(toy, SPECS["qwen3"], FLOWS["fp8"], kernels, graphs=True)
+    pass_of(toy, decoder, PACKS[0])
+    kept, expected = {n: p.grad for n, p in decoder.named_parameters()}, grads(decoder)
+    for parameter in decoder.parameters():
+        parameter.grad = None
+    with decoder.uncaptured():
+        pass_of(toy, decoder, PACKS[1])
+    other = grads(decoder)
+    for name, parameter in decoder.named_parameters():
+        parameter.grad = kept[name]
+        assert parameter.grad is not None and torch.equal(parameter.grad, expected[name])
+        assert not torch.equal(other[name], expected[name])
+    pass_of(toy, decoder, PACKS[1])
+    for name, parameter in decoder.named_parameters():
+        assert parameter.grad is kept[name] and parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, expected[name] + other[name], rtol=1e-3, atol=1e-4)
+
+
 def test_frozen_parameters_get_none(toy: SimpleNamespace, kernels: Any) -> None:
     decoder = decoder_of(toy, SPECS["qwen3"], FLOWS["fp8"], kernels, graphs=True)
     decoder.model.embed_tokens.weight.requires_grad_(False)

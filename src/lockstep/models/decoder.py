@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -188,6 +189,16 @@ class Decoder(nn.Module):
 
         self.graphs = TrunkGraphs() if on else None
         self.model.embed_tokens.in_place = self.head.in_place = on
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Passes within are launched kernel by kernel, and gradients that were None before are new tensors: for whoever keeps
+        those that are there, since captured passes add to the same storage step after step."""
+        held, self.graphs = self.graphs, None
+        try:
+            yield
+        finally:
+            self.graphs = held
 
     def places(self) -> tuple[int, ...]:
         """Where the rotary table and all working copies lie: a captured pass reads them there as long as this stays the same."""

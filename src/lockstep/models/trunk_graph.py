@@ -6,9 +6,10 @@ a static one (`kernels/packed_index.py`). Rows of padding are one more sequence 
 Forward rows keep their bits. Sums over tokens run over more rows than without, so weight gradients may round elsewhere; they
 have the same bits whenever the same pack meets the same weights.
 
-Weight gradients are added up in totals that stay, and become `.grad` of the parameters: hooks don't see them. (Embedding and head
-are no part of this; `Decoder.capture` makes them add in place too.) Between the two passes of a micro-batch no other may begin:
-what is kept for the backward pass lies in storage that all captured passes share.
+Weight gradients are added up in totals that stay, and become `.grad` of the parameters: hooks don't see them, and whoever keeps
+one beyond its step copies it, or takes other gradients under `Decoder.uncaptured`. (Embedding and head are no part of this;
+`Decoder.capture` makes them add in place too.) Between the two passes of a micro-batch no other may begin: what is kept for the
+backward pass lies in storage that all captured passes share.
 
 Next: `fused_layer.py` for the layers, which are the same.
 """
