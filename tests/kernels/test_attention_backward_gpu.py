@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.bench.attention_backward import inputs, shared_runs
+from lockstep.bench.attention_backward import inputs, packed_runs
 from lockstep.bench.shapes import AttentionShape
 from lockstep.errors import ConfigError
 from lockstep.kernels.attention_form import AttentionForm
@@ -31,9 +31,7 @@ SHAPES = (
 
 
 def whole_runs(*lengths: int) -> list[Run]:
-    """Whole sequences side by side."""
-    starts = [sum(lengths[:b]) for b in range(len(lengths))]
-    return [Run(row, n, 0, torch.arange(row, row + n)) for row, n in zip(starts, lengths, strict=True)]
+    return packed_runs((n, ()) for n in lengths)
 
 
 PACKS = {
@@ -41,8 +39,8 @@ PACKS = {
     "equal": whole_runs(512, 512, 512),
     "nearly equal": whole_runs(500, 512, 430),
     "unequal": whole_runs(1, 63, 64, 65, 127, 128, 129, 700, 1300),
-    "shared prompt": shared_runs(300, (1, 64, 200, 333)),
-    "shared prompt, out of order": list(reversed(shared_runs(129, (130, 40)))),
+    "shared prompt": packed_runs([(300, (1, 64, 200, 333))]),
+    "shared prompt, out of order": packed_runs([(129, (130, 40))])[::-1],
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.bench.attention_backward import packed_runs
 from lockstep.kernels.attention_form import PLAIN, AttentionForm
 from lockstep.kernels.attention_formula import formula_grad
 from lockstep.kernels.attention_index import Run, build_index
@@ -18,25 +19,12 @@ from lockstep.numerics.quantize import to_codes
 HEADS, GROUPS, DIM, STEP = 4, 2, 16, 64
 
 
-def pack(prompts: list[tuple[int, list[int]]]) -> list[Run]:
-    """Runs of (prompt length, response lengths): the responses of a prompt share its rows."""
-    runs, row = [], 0
-    for length, responses in prompts:
-        slots = torch.arange(row, row + length)
-        runs.append(Run(row, length, 0, slots))
-        row += length
-        for count in responses:
-            runs.append(Run(row, count, length, torch.cat([slots, torch.arange(row, row + count)])))
-            row += count
-    return runs
-
-
 PACKS = {
-    "one": pack([(5, [])]),
-    "whole": pack([(130, []), (1, []), (256, []), (63, [])]),
-    "equal": pack([(192, []), (192, [])]),
-    "shared": pack([(70, [1, 200, 64]), (129, [130]), (3, [2, 2, 300])]),
-    "out of order": list(reversed(pack([(70, [20, 200]), (64, [])]))),
+    "one": packed_runs([(5, [])]),
+    "whole": packed_runs([(130, []), (1, []), (256, []), (63, [])]),
+    "equal": packed_runs([(192, []), (192, [])]),
+    "shared": packed_runs([(70, [1, 200, 64]), (129, [130]), (3, [2, 2, 300])]),
+    "out of order": list(reversed(packed_runs([(70, [20, 200]), (64, [])]))),
 }
 
 

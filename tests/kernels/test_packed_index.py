@@ -7,26 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.bench.attention_backward import packed_runs
 from lockstep.kernels.attention_form import CHUNK, PAGE
-from lockstep.kernels.attention_index import Run
 from lockstep.kernels.gradient_index import gradient_index
 from lockstep.kernels.packed_index import Room, StaticIndex, tables_of
 
 CPU = torch.device("cpu")
-
-
-def runs_of(groups: list[tuple[int, list[int]]]) -> tuple[Run, ...]:
-    """Prompts, and responses that share them."""
-    found: list[Run] = []
-    start = 0
-    for prompt, responses in groups:
-        first = torch.arange(start, start + prompt)
-        found.append(Run(start, prompt, 0, first))
-        start += prompt
-        for count in responses:
-            found.append(Run(start, count, prompt, torch.cat([first, torch.arange(start, start + count)])))
-            start += count
-    return tuple(found)
 
 
 def same_list(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -42,7 +28,7 @@ GROUPS = st.lists(
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(GROUPS)
 def test_a_static_index_holds_every_pack_of_its_room(groups: list[tuple[int, list[int]]]) -> None:
-    runs = runs_of(groups)
+    runs = packed_runs(groups)
     room = Room.of(runs)
     index = StaticIndex(room, 4, CPU)
     index.fill(runs)
@@ -70,13 +56,19 @@ def test_a_static_index_holds_every_pack_of_its_room(groups: list[tuple[int, lis
 
 def test_rooms_are_few() -> None:
     """Lengths may differ a little."""
-    assert Room.of(runs_of([(900, []), (1148, [])])) == Room.of(runs_of([(500, []), (600, []), (948, [])]))
-    assert Room.of(runs_of([(100, [50, 60]), (46, [])])) == Room.of(runs_of([(90, [40, 80]), (46, [])]))
-    assert Room.of(runs_of([(256, [])])) != Room.of(runs_of([(128, [128])])), "keys that are shared"
-    assert Room.of(runs_of([(2304, [])])) != Room.of(runs_of([(1152, []), (1152, [])])), "a second chunk"
+    assert Room.of(packed_runs([(900, []), (1148, [])])) == Room.of(
+        packed_runs([(500, []), (600, []), (948, [])])
+    )
+    assert Room.of(packed_runs([(100, [50, 60]), (46, [])])) == Room.of(
+        packed_runs([(90, [40, 80]), (46, [])])
+    )
+    assert Room.of(packed_runs([(256, [])])) != Room.of(packed_runs([(128, [128])])), "keys that are shared"
+    assert Room.of(packed_runs([(2304, [])])) != Room.of(packed_runs([(1152, []), (1152, [])])), (
+        "a second chunk"
+    )
 
 
 def test_another_room_is_refused() -> None:
-    index = StaticIndex(Room.of(runs_of([(256, [])])), 4, CPU)
+    index = StaticIndex(Room.of(packed_runs([(256, [])])), 4, CPU)
     with pytest.raises(AssertionError, match="another room"):
-        index.fill(runs_of([(384, [])]))
+        index.fill(packed_runs([(384, [])]))

@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.bench.attention_backward import shared_runs
+from lockstep.bench.attention_backward import packed_runs
 from lockstep.bench.checks_attention import decode, decode_rows, prefill
 from lockstep.bench.paged import Paged, in_pages, make_paged, random_queries
 from lockstep.bench.shapes import LENGTHS, AttentionShape
-from lockstep.kernels.attention_index import Run
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -101,11 +100,8 @@ def test_many_short_tiles(
     from lockstep.kernels.hopper import packed_pages
     from lockstep.kernels.packed_index import tables_of
 
-    runs, rows = [], 0
-    for prompt in (34, 41, 47, 53, 60) * 2:
-        shared = shared_runs(prompt, (48,) * 7)
-        runs += [Run(rows + r.row, r.count, r.position, rows + r.slots) for r in shared]
-        rows += prompt + 48 * 7
+    runs = packed_runs((prompt, (48,) * 7) for prompt in (34, 41, 47, 53, 60) * 2)
+    rows = sum(run.count for run in runs)
     index = tables_of(runs, CUDA)
     assert len(index.prefill.tiles_N4) * groups > 132, "several a program"
     q = torch.randn(rows, heads, dim, device=CUDA).bfloat16()

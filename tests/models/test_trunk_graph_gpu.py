@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.bench.attention_backward import packed_runs
 from lockstep.bench.random_model import random_decoder
 from lockstep.bench.sides import random_masters
 from lockstep.kernels.attention_index import Run
@@ -49,18 +50,8 @@ PACKS = (
 
 def pack(parts: Any) -> tuple[list[Run], Tensor]:
     """Runs with shared prompts, and positions."""
-    runs: list[Run] = []
-    positions, start = [], 0
-    for prompt, responses in parts:
-        first = torch.arange(start, start + prompt)
-        runs.append(Run(start, prompt, 0, first))
-        positions.append(torch.arange(prompt))
-        start += prompt
-        for count in responses:
-            runs.append(Run(start, count, prompt, torch.cat([first, torch.arange(start, start + count)])))
-            positions.append(torch.arange(prompt, prompt + count))
-            start += count
-    return runs, torch.cat(positions)
+    runs = packed_runs(parts)
+    return runs, torch.cat([torch.arange(run.position, run.position + run.count) for run in runs])
 
 
 def decoder_of(name: str, flow: Flow, *, graphs: bool) -> Decoder:

@@ -12,7 +12,7 @@ Next: `../kernels/attention_library.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,25 +45,24 @@ Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """grad, q, k, v, out, lse."""
 
 
-def shared_runs(prompt: int, responses: Sequence[int]) -> list[Run]:
-    """A prompt and its responses, which see its rows."""
-    slots, row = torch.arange(prompt), prompt
-    runs = [Run(0, prompt, 0, slots)]
-    for count in responses:
-        runs.append(Run(row, count, prompt, torch.cat([slots, torch.arange(row, row + count)])))
-        row += count
+def packed_runs(prompts: Iterable[tuple[int, Sequence[int]]]) -> list[Run]:
+    """Rows side by side of (prompt length, response lengths): the responses of a prompt see its rows."""
+    runs: list[Run] = []
+    row = 0
+    for prompt, responses in prompts:
+        slots = torch.arange(row, row + prompt)
+        runs.append(Run(row, prompt, 0, slots))
+        row += prompt
+        for count in responses:
+            runs.append(Run(row, count, prompt, torch.cat([slots, torch.arange(row, row + count)])))
+            row += count
     return runs
 
 
 def backward_records(shape: AttentionShape, say: Say) -> list[dict[str, Any]]:
     """One record for each pack and kind of keys; one pack whose responses share a prompt."""
-    packs: dict[str, list[Run]] = {}
-    for name, lengths in PACKS.items():
-        starts = [sum(lengths[:b]) for b in range(len(lengths))]
-        packs[name] = [
-            Run(row, n, 0, torch.arange(row, row + n)) for row, n in zip(starts, lengths, strict=True)
-        ]
-    packs["shared prompt"] = shared_runs(1024, (960,) * 16)
+    packs = {name: packed_runs((n, ()) for n in lengths) for name, lengths in PACKS.items()}
+    packs["shared prompt"] = packed_runs([(1024, (960,) * 16)])
     records = []
     for name, runs in packs.items():
         baselines = _library_ms(shape, PACKS[name]) if len(set(PACKS.get(name, (0, 1)))) == 1 else {}

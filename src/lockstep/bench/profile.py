@@ -37,13 +37,16 @@ def profile(title: str, work: Callable[[], object]) -> list[str]:
 def times_added(kernels: Iterable[tuple[str, float, float]]) -> dict[str, tuple[float, int]]:
     """(time added, launches) by name, of kernels with start and end; `GAP` has the time in which none ran."""
     found: dict[str, tuple[float, int]] = {}
-    reached: float | None = None
-    for name, start, end in sorted(kernels, key=lambda kernel: (kernel[1], kernel[2])):
-        if reached is not None and start > reached:
-            ms, count = found.get(GAP, (0.0, 0))
-            found[GAP] = (ms + start - reached, count + 1)
-        begin = start if reached is None else max(start, reached)
-        ms, count = found.get(name, (0.0, 0))
-        found[name] = (ms + max(end - begin, 0.0), count + 1)
-        reached = end if reached is None else max(reached, end)
+
+    def add(name: str, ms: float) -> None:
+        total, count = found.get(name, (0.0, 0))
+        found[name] = (total + ms, count + 1)
+
+    ordered = sorted(kernels, key=lambda kernel: kernel[1:])
+    reached = ordered[0][1] if ordered else 0.0
+    for name, start, end in ordered:
+        if start > reached:
+            add(GAP, start - reached)
+        add(name, max(end - max(start, reached), 0.0))
+        reached = max(reached, end)
     return found

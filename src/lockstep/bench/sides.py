@@ -101,8 +101,7 @@ class Sides:
     def capture(self, on: bool) -> None:
         """Captures our training passes; gradients of embedding and head are added in place on both sides."""
         self.ours.decoder.capture(on)
-        twin = self.theirs.baseline.decoder
-        twin.model.embed_tokens.in_place = twin.head.in_place = on
+        self.theirs.baseline.decoder.add_in_place(on)
 
     @property
     def both(self) -> tuple[Side, Side]:

@@ -188,6 +188,10 @@ class Decoder(nn.Module):
         from lockstep.models.trunk_graph import TrunkGraphs
 
         self.graphs = TrunkGraphs() if on else None
+        self.add_in_place(on)
+
+    def add_in_place(self, on: bool) -> None:
+        """Whether gradients of embedding and head are added in place; see `Table`."""
         self.model.embed_tokens.in_place = self.head.in_place = on
 
     @contextmanager

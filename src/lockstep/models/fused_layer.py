@@ -46,10 +46,12 @@ def hidden(decoder: Decoder, ids_T: Tensor, context: DevicePacked) -> Tensor:
 
     Raises ConfigError for what has no gradient on such a backend: experts, FP8 queries, one FP8 operand against a BF16 one.
     """
-    if decoder.graphs is not None and decoder.graphs.takes(context):
-        return decoder.graphs.hidden(decoder, ids_T, context)
     refuse(decoder)
     h_TK: Tensor = decoder.model.embed_tokens(ids_T)
+    if decoder.graphs is not None and decoder.graphs.takes(context):
+        out_TK = decoder.graphs.hidden(decoder, h_TK, context)
+        context.finish()
+        return out_TK
     delta_TK: Tensor | None = None
     for number in range(len(decoder.model.layers)):
         h_TK, delta_TK = Step.of(decoder, number, context).apply(h_TK, delta_TK)
@@ -113,6 +115,10 @@ class Step:
         kept, y = self._gated(mlp, gate_up, keep=again or not self.checkpointing)
         return Saved(h_TK, qkv, out, lse, h2_TK, kept, None if isinstance(y, Tensor) else y), y
 
+    def restored(self, kept: Saved | Tensor) -> Saved:
+        """What backward reads, from what `forward` kept."""
+        return self.again(kept) if isinstance(kept, Tensor) else kept
+
     def again(self, h_TK: Tensor) -> Saved:
         """Everything backward reads, made anew from the residual stream."""
         _, x = normed(self.layer.input_layernorm, h_TK, None, operand(self.layer.self_attn.qkv))
@@ -159,11 +165,11 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_h_TK: Tensor, grad_delta_TK: Tensor) -> Any:
-        step, parameters, saved = ctx.step, ctx.parameters, ctx.saved
-        assert saved is not None, "a layer's tensors are gone after its backward pass: there is no second one"
+        step, parameters, kept = ctx.step, ctx.parameters, ctx.saved
+        assert kept is not None, "a layer's tensors are gone after its backward pass: there is no second one"
         ctx.saved = None
-        if step.checkpointing:
-            saved = step.again(saved)
+        saved = step.restored(kept)
+        del kept
         wanted = {id(p) for p, needed in zip(parameters, ctx.needs_input_grad[3:], strict=True) if needed}
         dh_TK, grads = layer_backward(step, saved, grad_h_TK, grad_delta_TK, wanted)
         return (

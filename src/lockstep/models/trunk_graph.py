@@ -26,7 +26,7 @@ from torch import Tensor
 from lockstep.kernels.attention_index import Run
 from lockstep.models.fused import fused_kernels, normed, weight_of
 from lockstep.models.fused_backward import Saved, layer_backward
-from lockstep.models.fused_layer import Step, parameters_of, refuse
+from lockstep.models.fused_layer import Step, parameters_of
 from lockstep.nn.device_context import DevicePacked
 from lockstep.nn.kv_scales import AmaxCollector, KVScales
 from lockstep.nn.mlp import MLP
@@ -58,7 +58,7 @@ class TrunkGraphs:
         self.passes: dict[Hashable, CapturedPass] = {}
         self.totals: dict[int, Tensor] = {}
         self.turn = 0
-        self._rows: Rows | None = None
+        self._rows: PassRows | None = None
         self._captured_rows = 0
         self._pool: Any = None
         self._seen: tuple[int, ...] = ()
@@ -68,16 +68,12 @@ class TrunkGraphs:
         """Whether a pack can go this way."""
         return context.routes is None and len(context.positions_T) <= MOST_ROWS
 
-    def hidden(self, decoder: Decoder, ids_T: Tensor, context: DevicePacked) -> Tensor:
-        """Final normed hidden states [T, K], differentiable, as `fused_layer.hidden` gives them."""
-        refuse(decoder)
-        h_TK: Tensor = decoder.model.embed_tokens(ids_T)
+    def hidden(self, decoder: Decoder, h_TK: Tensor, context: DevicePacked) -> Tensor:
+        """Final normed hidden states [T, K] of embedded rows, differentiable, as `fused_layer.hidden` gives them."""
         runs = padded_runs(cast("Any", context.index).runs, len(h_TK))
         captured = self._pass_for(decoder, runs, context, h_TK)
         anchor = captured.parameters[0] if captured.parameters else None
-        out_TK: Tensor = _Replayed.apply(h_TK, anchor, captured, context, runs)
-        context.finish()
-        return out_TK
+        return _Replayed.apply(h_TK, anchor, captured, context, runs)  # type: ignore[no-any-return]
 
     def _pass_for(
         self, decoder: Decoder, runs: tuple[Run, ...], context: DevicePacked, h_TK: Tensor
@@ -90,13 +86,13 @@ class TrunkGraphs:
         )  # fmt: skip
         found = self.passes.pop(key, None)
         if found is None:
-            rows = runs[-1].row + runs[-1].count
+            rows = padded_rows(len(h_TK))
             if self._rows is None or rows > len(self._rows.h_TK):
                 self._drop()
-                self._rows = Rows.like(h_TK, 1 << (rows - 1).bit_length())
+                self._rows = PassRows.like(h_TK, 1 << (rows - 1).bit_length())
             while len(self.passes) >= MOST_ROOMS:
                 del self.passes[next(iter(self.passes))]
-            found = CapturedPass(self, decoder, runs, context, h_TK, self._rows.first(rows))
+            found = CapturedPass(self, decoder, runs, context, self._rows.first(rows))
         self.passes[key] = found  # now the youngest
         found.uses += 1
         if found.uses == CAPTURED_AT:
@@ -131,7 +127,7 @@ class TrunkGraphs:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PassRows:
     """What goes into and comes out of a pass, [T, K]: rows, final states and their gradients. position_T, counting_T, seen_T11:
     see `CapturedPass.load`. All passes share the storage."""
 
@@ -144,7 +140,7 @@ class Rows:
     seen_T11: Tensor
 
     @classmethod
-    def like(cls, h_TK: Tensor, rows: int) -> Rows:
+    def like(cls, h_TK: Tensor, rows: int) -> PassRows:
         """For so many rows like these."""
         device = h_TK.device
         matrices = [torch.zeros(rows, h_TK.shape[1], dtype=h_TK.dtype, device=device) for _ in range(4)]
@@ -153,9 +149,9 @@ class Rows:
         h, out, grad, dh = matrices
         return cls(h, out, grad, dh, counting.clone(), counting, seen)
 
-    def first(self, rows: int) -> Rows:
+    def first(self, rows: int) -> PassRows:
         """The first rows."""
-        return Rows(**{f.name: getattr(self, f.name)[:rows] for f in fields(self)})
+        return PassRows(**{f.name: getattr(self, f.name)[:rows] for f in fields(self)})
 
 
 def padded_runs(runs: tuple[Run, ...], rows: int) -> tuple[Run, ...]:
@@ -174,10 +170,9 @@ class CapturedPass:
         decoder: Decoder,
         runs: tuple[Run, ...],
         context: DevicePacked,
-        h_TK: Tensor,
-        rows: Rows,
+        rows: PassRows,
     ) -> None:
-        device, spec = h_TK.device, decoder.spec
+        device, spec = rows.h_TK.device, decoder.spec
         self.graphs, self.decoder, self.rows, self.quantize = graphs, decoder, rows, context.quantize
         self.kernels = fused_kernels(decoder.kernels)
         self.parameters = tuple(p for p in _parameters(decoder) if p.requires_grad)
@@ -274,7 +269,8 @@ class CapturedPass:
         self.last_TK = None  # what a later capture may overwrite, like everything that was saved
         while self.saved:
             step, kept = self.saved.pop()
-            saved = step.again(kept) if isinstance(kept, Tensor) else kept
+            saved = step.restored(kept)
+            del kept
             dh_TK, grads = layer_backward(step, saved, dh_TK, dh_TK, wanted)
             self._add(grads)
         self.rows.dh_TK.copy_(dh_TK)
@@ -291,7 +287,7 @@ class _Replayed(torch.autograd.Function):
     def forward(
         ctx: Any,
         h_TK: Tensor,
-        anchor: Tensor,
+        anchor: Tensor | None,
         captured: CapturedPass,
         context: DevicePacked,
         runs: tuple[Run, ...],

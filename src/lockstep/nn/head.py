@@ -183,7 +183,7 @@ class _LogitsGradient:
     grad_T: Tensor
     grad_entropy_T: Tensor | None
 
-    def products(self, *, needs_weight: bool, total_VK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def products(self, *, needs_weight: bool, total_VK: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(dh [T, K] in h's type, dw [V, K] FP32). dw is added to `total_VK` if there is one, and not returned."""
         working = self.table.working
         assert working.plain is not None

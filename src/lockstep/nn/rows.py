@@ -18,7 +18,8 @@ def add_rows(grad_NK: Tensor, rows_N: Tensor, count: int) -> Tensor:
     if grad_NK.is_cuda:
         return torch.ops.aten.embedding_dense_backward(grad_NK.float(), rows_N, count, -1, False)  # type: ignore[no-any-return]
     total = torch.zeros(count, grad_NK.shape[1], device=grad_NK.device)
-    return total.index_add_(0, rows_N, grad_NK.float())
+    add_rows_to(total, grad_NK, rows_N)
+    return total
 
 
 def add_rows_to(total_VK: Tensor, grad_NK: Tensor, rows_N: Tensor) -> None:

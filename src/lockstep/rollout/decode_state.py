@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,15 +92,15 @@ class DecodeState:
         """Draws the next token of each entry from its hidden state and fills its row; (tokens, log-probabilities) [N]."""
         device = hidden_NK.device
 
-        def column(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-            return upload(torch.tensor(values, dtype=dtype), device)
+        def column(values: list[Any]) -> Tensor:
+            return upload(torch.tensor(values), device)
 
         row = column([e.row for e in entries])
         drawn, limit = column([e.drawn for e in entries]), column([e.limit for e in entries])
         noise = column([e.noise for e in entries])
-        temperature = torch.tensor([e.temperature for e in entries]).to(device)
+        temperature = column([e.temperature for e in entries])
         score = torch.where(temperature > 0, temperature, 1.0)
-        stops = torch.tensor([[*e.stops, *[-1] * (MAX_STOPS - len(e.stops))] for e in entries]).to(device)
+        stops = column([[*e.stops, *[-1] * (MAX_STOPS - len(e.stops))] for e in entries])
         token, logp = self._draw(hidden_NK, temperature, score, noise, drawn)
         going = (drawn + 1 < limit) & (stops != token[:, None]).all(1)
         values = (

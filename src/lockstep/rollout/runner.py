@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.errors import ContractError
 from lockstep.kernels.attention_index import Run
+from lockstep.kernels.upload import upload
 from lockstep.models.decoder import Decoder
 from lockstep.nn.context import PagedContext
 from lockstep.nn.device_context import DevicePages
@@ -96,20 +97,27 @@ class Runner:
             sequence.computed = end
         tiles.sort(key=lambda t: -t[2])
         index = PrefillIndex(
-            torch.tensor(tiles, dtype=torch.int32).to(device),
-            torch.cat(tables).to(device),
+            upload(torch.tensor(tiles, dtype=torch.int32), device),
+            upload(torch.cat(tables), device),
             longest,
             block,
         )
         flag = torch.zeros(1, dtype=torch.int32, device=device)
-        slots_T, routes = torch.cat(slots).to(device), Routes()
+        slots_T, routes = upload(torch.cat(slots), device), Routes()
         self.decoder.model.rope.reserve(longest, device)
         context = DevicePages(
-            torch.cat(positions).to(device), slots_T, index, self.cache.k, self.cache.v, scales, flag, routes
+            upload(torch.cat(positions), device),
+            slots_T,
+            index,
+            self.cache.k,
+            self.cache.v,
+            scales,
+            flag,
+            routes,
         )
-        hidden = self.decoder.hidden(torch.tensor(ids).to(device), context)  # type: ignore[arg-type]
+        hidden = self.decoder.hidden(upload(torch.tensor(ids), device), context)  # type: ignore[arg-type]
         if bool(flag):
             raise ContractError("non-finite key or value on its way into the cache")
         if self.cache.routes is not None:
             self.cache.routes.write(slots_T, routes)
-        return list(hidden[torch.tensor(last).to(device)])
+        return list(hidden[upload(torch.tensor(last), device)])

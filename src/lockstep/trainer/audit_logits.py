@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.kernels.attention_form import PAGE
+from lockstep.kernels.attention_form import CHUNK, PAGE
 from lockstep.models.decoder import Decoder
 from lockstep.nn.device_context import DevicePages
 from lockstep.nn.kv_scales import KVScales
@@ -34,7 +34,6 @@ COMPARED_ROWS = 256
 def decoded_logits(decoder: Decoder, completions: Sequence[Completion], scales: KVScales | None) -> Tensor:
     """[N, V] FP32: the logits that each token was drawn from, before any temperature. The first of a sample comes from prefill,
     every other from a step with one query a sample."""
-    from lockstep.kernels.attention_form import CHUNK
     from lockstep.kernels.triton import steps
     from lockstep.kernels.triton.attention import DecodeIndex
 

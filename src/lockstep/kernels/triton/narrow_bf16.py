@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.triton.gemm import empty_product
-from lockstep.kernels.triton.narrow_gemm import arrangement, tokens_of
+from lockstep.kernels.triton.narrow_gemm import Arrangement
 from lockstep.kernels.triton.ring import arrived
 from lockstep.kernels.triton.sizes import cdiv
 
@@ -195,26 +195,23 @@ def narrow_bf16_matmul(
     starts and rows aligned to 16 bytes."""
     rows, depth = x_MK.shape
     columns = w_NK.shape[0]
-    bm = tokens_of(rows, bool(left), tokens)
+    form = Arrangement.of(rows, columns, tile=tile, tokens=tokens, programs=programs, left=left)
     y = empty_product(x_MK, w_NK, dtype)
-    tiles_m = cdiv(rows, bm)
-    tiles = cdiv(columns, tile) * tiles_m
-    grid, options = arrangement(tiles, tile, bm, programs, bool(left))
-    _narrow_bf16[grid](
+    _narrow_bf16[form.grid](
         _descriptor(w_NK, tile),
-        _descriptor(x_MK, bm),
+        _descriptor(x_MK, form.bm),
         y,
         rows,
         columns,
         cdiv(depth, STEP),
-        tiles,
-        tiles_m,
+        form.tiles,
+        form.tiles_m,
         tile,
-        bm,
+        form.bm,
         stages,
-        options["num_warps"],
+        form.warps,
         bool(left),
-        **options,
+        **form.options,
     )
     return y
 

@@ -4,9 +4,10 @@
 
 Either operand may be the left one, whose 64 rows fill the warpgroup instruction. The weight, with tokens as columns: then nothing
 is padded to 64 tokens. Or the tokens, where there are as many: then tiles of the weight may be smaller, which occupies more
-processors, and a thread scales by two tokens' scales instead of as many as it has columns. A
-program owns tiles of weight rows for all of K, since the FP32 additions must keep their order; what keeps the memory busy is a
-ring of bulk copies several blocks ahead, which goes on into the next tile while this one is stored. The product of the next
+processors, and a thread scales by two tokens' scales instead of as many as it has columns.
+
+A program owns tiles of weight rows for all of K, since the FP32 additions must keep their order; what keeps the memory busy is
+a ring of bulk copies several blocks ahead, which goes on into the next tile while this one is stored. The product of the next
 block is issued before the last one is added, so that additions hide behind the tensor cores.
 
 The instruction and the order are those of `gemm.py` and of the library, hence the bits; `../hopper.py` proves it on the spot for
@@ -14,6 +15,8 @@ every weight shape and batch size class before this kernel is used.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton.experimental.gluon.language as gl
@@ -311,7 +314,7 @@ def shape_of(rows: int) -> int:
     return 32 if rows <= 32 else 64 if rows <= 64 else 128
 
 
-def tokens_of(rows: int, left: bool, tokens: int = 0) -> int:
+def tokens_of(rows: int, left: int, tokens: int = 0) -> int:
     """Tokens of a tile of this form. As the left operand they are 64."""
     return 64 if left else tokens or shape_of(rows)
 
@@ -321,20 +324,36 @@ def fits(
 ) -> bool:
     """Whether the rings of this form have room in a multiprocessor's shared memory (227 KiB, some for barriers), and sums in its
     registers; and whether it makes sense: few tokens don't fill a left operand, small tiles are for few tokens."""
-    bm = tokens_of(rows, bool(left), tokens)
+    bm = tokens_of(rows, left, tokens)
     room = programs * stages * ((tile + bm) * 128 + bm * 4) <= 225 * 1024
     sensible = (rows <= 64 if tile < 64 else rows > 32) if left else tile >= 64
     return room and (programs == 1 or bm * tile <= 4096) and sensible
 
 
-def arrangement(
-    tiles: int, tile: int, bm: int, programs: int, left: bool
-) -> tuple[tuple[int], dict[str, int | None]]:
-    """(grid, options) of a launch: so many programs on each processor stay and take tile after tile. bm: tokens of a tile."""
-    most = programs * torch.cuda.get_device_properties().multi_processor_count
-    warps = (bm if left else tile) // 16
-    registers = None if programs == 1 else SHARED_REGISTERS
-    return (min(tiles, most),), {"num_warps": warps, "maxnreg": registers, "launch_pdl": True}
+class Arrangement(NamedTuple):
+    """A launch of so many programs on each processor, which stay and take tile after tile.
+
+    bm: tokens of a tile. tiles_m: tiles along tokens, of `tiles` in all. warps: those that multiply.
+    """
+
+    bm: int
+    tiles_m: int
+    tiles: int
+    warps: int
+    grid: tuple[int]
+    options: dict[str, int | None]
+
+    @classmethod
+    def of(cls, rows: int, columns: int, *, tile: int, tokens: int, programs: int, left: int) -> Arrangement:
+        """For a product [rows, columns]; the others are options of `narrow_matmul`."""
+        bm = tokens_of(rows, left, tokens)
+        tiles_m = cdiv(rows, bm)
+        tiles = cdiv(columns, tile) * tiles_m
+        most = programs * torch.cuda.get_device_properties().multi_processor_count
+        warps = (bm if left else tile) // 16
+        registers = None if programs == 1 else SHARED_REGISTERS
+        options = {"num_warps": warps, "maxnreg": registers, "launch_pdl": True}
+        return cls(bm, tiles_m, tiles, warps, (min(tiles, most),), options)
 
 
 def narrow_matmul(
@@ -356,34 +375,31 @@ def narrow_matmul(
     """
     rows, depth = x_codes_MK.shape
     columns, count = len(w_codes_NK), depth // 128
-    bm = tokens_of(rows, bool(left), tokens)
+    form = Arrangement.of(rows, columns, tile=tile, tokens=tokens, programs=programs, left=left)
     blocks = 2 if PAIRS and count % 2 == 0 else 1
     assert stages // blocks > 1, "a slot goes back after the next one has arrived"
     y = empty_product(x_codes_MK, w_codes_NK)
     scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    tiles_m = cdiv(rows, bm)
-    tiles = columns // tile * tiles_m
-    grid, options = arrangement(tiles, tile, bm, programs, bool(left))
-    _narrow[grid](
+    _narrow[form.grid](
         _descriptor(w_codes_NK, tile, blocks),
-        _descriptor(x_codes_MK, bm, blocks),
-        TensorDescriptor.from_tensor(x_scale.t(), [blocks, bm], scale_layout),
+        _descriptor(x_codes_MK, form.bm, blocks),
+        TensorDescriptor.from_tensor(x_scale.t(), [blocks, form.bm], scale_layout),
         y,
         w_scale,
         rows,
         columns,
         count,
         w_scale.stride(0),
-        tiles,
-        tiles_m,
+        form.tiles,
+        form.tiles_m,
         tile,
-        bm,
+        form.bm,
         stages // blocks,
         blocks,
-        4 if count % 8 or programs > 1 or bm * tile > 4096 else 8,
-        options["num_warps"],
+        4 if count % 8 or programs > 1 or form.bm * tile > 4096 else 8,
+        form.warps,
         bool(left),
-        **options,
+        **form.options,
     )
     return y
 
