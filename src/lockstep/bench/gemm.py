@@ -104,7 +104,9 @@ def check_bits(weight: Weight, chosen: Sequence[str] = CHOICES, rows: Sequence[i
                 if name not in weight.choices(count):
                     continue
                 whole = (fp8 if name in FP8 else bf16)[first : first + count]
-                found = [product(name, part, weight, form) for form in forms(name, count)]
+                found = [
+                    product(name, part, weight, form) for form in forms(name, count, weight.shape.outputs)
+                ]
                 elements += len(found) * whole.numel()
                 if not all(torch.equal(y, whole) for y in found) and count not in changed[name]:
                     changed[name].append(count)
@@ -139,9 +141,8 @@ def _measure(name: str, x: Rows, weights: Sequence[Weight], ceilings: Ceilings) 
     ):  # it takes no fewer: time the rows that it multiplies, not their padding
         x = make_rows(F.pad(x.plain, (0, 0, 0, -count % 4)))
     if count <= GRAPH_ROWS:
-        ms = min(
-            graph_ms([partial(product, name, x, w, form) for w in weights]) for form in forms(name, count)
-        )
+        candidates = forms(name, count, shape.outputs)
+        ms = min(graph_ms([partial(product, name, x, w, form) for w in weights]) for form in candidates)
     else:
         ms = events_ms(partial(product, name, x, weights[0]))
     fp8 = name in FP8

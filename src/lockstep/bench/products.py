@@ -92,14 +92,14 @@ def random_rows(count: int, inputs: int, device: torch.device, seed: int = 1) ->
     return (x * torch.exp2(torch.randn(count, 1, generator=generator, device=device))).bfloat16()
 
 
-def forms(choice: str, rows: int) -> tuple[Form, ...]:
-    """The forms of a product that the backend chooses from for so many rows."""
+def forms(choice: str, rows: int, columns: int) -> tuple[Form, ...]:
+    """The forms of a product that the backend chooses from for so many rows and outputs."""
     if choice != "narrow":
         return ({},)
     from lockstep.kernels.products import NARROW
     from lockstep.kernels.triton.narrow_gemm import fits
 
-    return tuple(form for form in NARROW if fits(rows, **form))
+    return tuple(form for form in NARROW if fits(rows, columns, **form))
 
 
 def product(choice: str, x: Rows, w: Weight, form: Form | None = None) -> Tensor:

@@ -45,8 +45,12 @@ NARROW = (
     {"stages": 6, "tile": 64, "left": 1, "programs": 2},
     {"stages": 8, "tile": 128, "left": 1},
     {"stages": 6, "tile": 128},
+    {"stages": 6, "parts": 3},
+    {"stages": 6, "left": 1, "parts": 3},
+    {"stages": 10, "tile": 32, "left": 1, "parts": 3},
+    {"stages": 14, "tile": 16, "left": 1, "parts": 3},
 )
-NARROW_BF16 = (*NARROW, {"stages": 4, "tile": 128, "tokens": 256})
+NARROW_BF16 = (*(form for form in NARROW if "parts" not in form), {"stages": 4, "tile": 128, "tokens": 256})
 """Without scales there are registers for larger tiles, which read less from the second-level cache: it bounds the output head."""
 HEAD_START = 1.03
 """How much slower alone a narrow kernel may be than the library: it starts while the kernel before it ends."""
@@ -119,7 +123,7 @@ class Products:
                 codes, scale = some[n]
                 return narrow_gemm.narrow_matmul(codes, scale, w_codes_NK, w_scale, **form)
 
-            self._narrow[key] = self._fastest(size, library, narrow)
+            self._narrow[key] = self._fastest(size, len(w_codes_NK), library, narrow, NARROW)
         return self._narrow[key]
 
     def plain(self, x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -139,6 +143,7 @@ class Products:
             x = _random(size, w_NK, seed=size)
             self._plain[key] = self._fastest(
                 size,
+                len(w_NK),
                 lambda: gemm.bf16_matmul(x, w_NK, dtype=dtype),
                 lambda n, form: narrow_bf16.narrow_bf16_matmul(x[:n], w_NK, dtype=dtype, **form),
                 NARROW_BF16,
@@ -148,15 +153,16 @@ class Products:
     def _fastest(
         self,
         size: int,
+        columns: int,
         known: Callable[[], Tensor],
         narrow: Callable[[int, Form], Tensor],
-        forms: Sequence[Form] = NARROW,
+        forms: Sequence[Form],
     ) -> Form | None:
-        """The fastest form of a narrow kernel for `size` rows, or None where the known kernel is faster. known: of `size` rows;
-        narrow: of the first n of them."""
+        """The fastest form of a narrow kernel for `size` rows, or None where the known kernel is faster. known: of `size` rows by
+        `columns`; narrow: of the first n of them."""
         expected = known()
         best, found = HEAD_START * elapsed(known), None
-        candidates = [form for form in forms if _sensible(size, form)]
+        candidates = [form for form in forms if _sensible(size, columns, form)]
         compile_together([partial(narrow, size, form) for form in candidates], expected.device)
         for form in candidates:
             if not all(self.agree(narrow(n, form), expected[:n]) for n in _counts(size)):
@@ -190,10 +196,10 @@ def bf16_product(x_TK: Tensor, w_NK: Tensor, *, dtype: torch.dtype = torch.bfloa
     return PRODUCTS.plain(x_TK, w_NK, dtype)
 
 
-def _sensible(size: int, form: Form) -> bool:
+def _sensible(size: int, columns: int, form: Form) -> bool:
     """Whether a form is worth a trial for so many rows: other tokens than the default's, fewer or, beyond its tile, more."""
     tokens, most = form.get("tokens", 0), narrow_gemm.shape_of(size)
-    return (tokens < most or (most < size and tokens > most)) and narrow_gemm.fits(size, **form)
+    return (tokens < most or (most < size and tokens > most)) and narrow_gemm.fits(size, columns, **form)
 
 
 def compile_together(launches: Sequence[Callable[[], object]], device: torch.device) -> None:

@@ -331,6 +331,7 @@ def _graph(work: Callable[[], None], pool: Any) -> Callable[[], None]:
     """What does this work whenever it is called: a graph of it, or where there is no GPU the work itself."""
     if not torch.cuda.is_available():
         return work
+    torch.cuda.current_blas_handle()  # a thread's first one can't be made while it captures
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

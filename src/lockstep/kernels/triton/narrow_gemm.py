@@ -2,6 +2,9 @@
 
     y_TN = sum over blocks of 128 along K, ascending: (w codes x codes^T) * (x scale * w scale), FP32, rounded once
 
+Every tile of the weight has all tokens pass through the second-level cache again, as many bytes as its own where 64 rows of each
+make a tile. Three tiles that share them take a third less, and 24,576 rows are 128 times 192.
+
 Either operand may be the left one, whose 64 rows fill the warpgroup instruction. The weight, with tokens as columns: then nothing
 is padded to 64 tokens. Or the tokens, where there are as many: then tiles of the weight may be smaller, which occupies more
 processors, and a thread scales by two tokens' scales instead of as many as it has columns.
@@ -42,6 +45,17 @@ MOST_ROWS = 256
 """Beyond, the library's larger tiles win."""
 SHARED_REGISTERS = 128
 """Of a thread where two programs share a processor."""
+PARTS_REGISTERS = gl.constexpr(128)
+"""Of a thread where three parts do."""
+
+
+@gluon.jit
+def _copy_weight(w_desc, k, n0, bar, w_ring, stage, BN: gl.constexpr, PARTS: gl.constexpr):
+    """Asks for a slot's weight codes, those of one part after the other."""
+    for part in gl.static_range(PARTS):
+        tma.async_copy_global_to_shared(
+            w_desc, [k, n0 + part * BN, 0], bar, w_ring.index(stage * PARTS + part)
+        )
 
 
 @gluon.jit
@@ -61,17 +75,20 @@ def _copy(
     BM: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCKS: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
     """One warp that keeps the ring full: weight codes, token codes and token scales, slot after slot, tile after tile."""
-    size: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes + s_desc.block_type.nbytes
+    size: gl.constexpr = (
+        PARTS * w_desc.block_type.nbytes + x_desc.block_type.nbytes + s_desc.block_type.nbytes
+    )
     first = gl.program_id(0)
-    n0, m0 = first // tiles_m * BN, first % tiles_m * BM
+    n0, m0 = first // tiles_m * (PARTS * BN), first % tiles_m * BM
     steps = count // BLOCKS
     # The weights don't depend on the kernel before: the first of them are fetched while it ends.
     for s in gl.static_range(STAGES):
         if s < steps:
             mbarrier.expect(ready.index(s), size)
-            tma.async_copy_global_to_shared(w_desc, [s * BLOCKS, n0, 0], ready.index(s), w_ring.index(s))
+            _copy_weight(w_desc, s * BLOCKS, n0, ready.index(s), w_ring, s, BN, PARTS)
     gdc_wait()
     gdc_launch_dependents()
     for s in gl.static_range(STAGES):
@@ -81,14 +98,14 @@ def _copy(
     filled = gl.minimum(STAGES, steps)
     at = filled
     for tile in range(first, tiles, gl.num_programs(0)):
-        n0, m0 = tile // tiles_m * BN, tile % tiles_m * BM
+        n0, m0 = tile // tiles_m * (PARTS * BN), tile % tiles_m * BM
         for step in range(gl.where(tile == first, filled, 0), steps):
             stage = at % STAGES
             mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
             bar = ready.index(stage)
             k = step * BLOCKS
             mbarrier.expect(bar, size)
-            tma.async_copy_global_to_shared(w_desc, [k, n0, 0], bar, w_ring.index(stage))
+            _copy_weight(w_desc, k, n0, bar, w_ring, stage, BN, PARTS)
             tma.async_copy_global_to_shared(x_desc, [k, m0, 0], bar, x_ring.index(stage))
             tma.async_copy_global_to_shared(s_desc, [k, m0], bar, s_ring.index(stage))
             at += 1
@@ -106,11 +123,13 @@ def _issue(
     STAGES: gl.constexpr,
     BLOCKS: gl.constexpr,
     LEFT: gl.constexpr,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
     """Starts the product of block J of a slot that has arrived, into registers whose content is of no more use."""
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     stage = slot % STAGES
-    w = w_ring.index(stage)._reinterpret(gl.float8e4nv, [BLOCKS, BN, 128], flat).index(J)
+    w = w_ring.index(stage * PARTS + PART)._reinterpret(gl.float8e4nv, [BLOCKS, BN, 128], flat).index(J)
     x = x_ring.index(stage)._reinterpret(gl.float8e4nv, [BLOCKS, BM, 128], flat).index(J)
     if LEFT:
         found = warpgroup_mma(x, w.permute((1, 0)), registers, use_acc=False, is_async=True)
@@ -124,7 +143,7 @@ def _scale(
     s_ring,
     slot,
     J: gl.constexpr,
-    ws_ptr,
+    weight_scale,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -134,7 +153,13 @@ def _scale(
     """Token scales of block J of a slot times the weight's, along the other axis than AXIS."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     held = s_ring.index(slot % STAGES)._reinterpret(gl.float32, [BLOCKS, BM], flat).index(J)
-    return gl.expand_dims(held.load(tokens) * gl.load(ws_ptr), AXIS)
+    return gl.expand_dims(held.load(tokens) * weight_scale, AXIS)
+
+
+@gluon.jit
+def _weight_scale(ws, at, count, following, more):
+    """The weight's scale for the block `at`; beyond the tile's last, the `following` tile's first, if there are `more`."""
+    return gl.load(gl.where(at < count, ws + at, following), mask=(at < count) | more, other=0.0)
 
 
 @gluon.jit
@@ -159,14 +184,17 @@ def _multiply(
     ROUND: gl.constexpr,
     WARPS: gl.constexpr,
     LEFT: gl.constexpr,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
-    """The warpgroups that multiply, scale, add and store.
+    """The warpgroups that multiply, scale, add and store one part.
 
     Two sets of registers take turns as target of the products, and none is in flight where the loop comes round: else the
     assembler can't tell when a set may be read, and waits for every product where it is issued (its note C7514). So ROUND blocks
-    are written out.
+    are written out. Where three parts take turns, one set each is enough.
 
-    A slot is given back after the branch of a wait, so that scales read from it are in registers (`ring.py`).
+    A slot is given back after the branch of a wait, so that scales read from it are in registers (`ring.py`). The weight's first
+    scale of a round is asked for a round earlier, the very first while the kernel before ends: the others lie in its cache line.
     """
     AXIS: gl.constexpr = 1 if LEFT else 0
     ROWS: gl.constexpr = BM if LEFT else BN
@@ -179,43 +207,57 @@ def _multiply(
     even = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     odd = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     steps = count // BLOCKS
-    whole = count // ROUND * ROUND
+    whole = count // ROUND * ROUND if PARTS == 1 else 0
     base = 0
+    row = (gl.program_id(0) // tiles_m * PARTS + PART) * BN // 128 * ws_n
+    ahead = gl.load(ws_ptr + row)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n0, m0 = tile // tiles_m * BN, tile % tiles_m * BM
-        ws = ws_ptr + (n0 // 128) * ws_n
+        later = tile + gl.num_programs(0)
+        n0, m0 = (tile // tiles_m * PARTS + PART) * BN, tile % tiles_m * BM
+        ws = ws_ptr + row
+        row = (later // tiles_m * PARTS + PART) * BN // 128 * ws_n
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         for start in range(0, whole, ROUND):
             first = base + start // BLOCKS
+            own = ahead
+            ahead = _weight_scale(ws, start + ROUND, count, ws_ptr + row, later < tiles)
             arrived(ready, first, STAGES)
-            even = _issue(w_ring, x_ring, even, first, 0, BN, BM, STAGES, BLOCKS, LEFT)
-            scale = _scale(s_ring, first, 0, ws + start, BM, STAGES, BLOCKS, tokens, AXIS)
+            even = _issue(w_ring, x_ring, even, first, 0, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS)
+            scale = _scale(s_ring, first, 0, own, BM, STAGES, BLOCKS, tokens, AXIS)
             for u in gl.static_range(1, ROUND):
                 slot = first + u // BLOCKS
                 if u % BLOCKS == 0:
                     arrived(ready, slot, STAGES)
                 if u % 2 == 1:
-                    odd = _issue(w_ring, x_ring, odd, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS, LEFT)
+                    odd = _issue(
+                        w_ring, x_ring, odd, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS
+                    )
                     even = warpgroup_mma_wait(num_outstanding=1, deps=(even,))
                     acc += even * scale
                 else:
-                    even = _issue(w_ring, x_ring, even, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS, LEFT)
+                    even = _issue(
+                        w_ring, x_ring, even, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS
+                    )
                     odd = warpgroup_mma_wait(num_outstanding=1, deps=(odd,))
                     acc += odd * scale
                 if u % BLOCKS == 0:
                     mbarrier.arrive(free.index((slot - 1) % STAGES), count=1)
-                scale = _scale(s_ring, slot, u % BLOCKS, ws + start + u, BM, STAGES, BLOCKS, tokens, AXIS)
+                own = gl.load(ws + start + u)
+                scale = _scale(s_ring, slot, u % BLOCKS, own, BM, STAGES, BLOCKS, tokens, AXIS)
             odd = warpgroup_mma_wait(num_outstanding=0, deps=(odd,))
             acc += odd * scale
             last = first + (ROUND - 1) // BLOCKS
             arrived(ready, last, STAGES)
             mbarrier.arrive(free.index(last % STAGES), count=1)
         for step in range(whole // BLOCKS, steps):
-            slot = base + step
+            slot, own = base + step, ahead
+            ahead = _weight_scale(ws, (step + 1) * BLOCKS, count, ws_ptr + row, later < tiles)
             arrived(ready, slot, STAGES)
             for j in gl.static_range(BLOCKS):
-                even = _issue(w_ring, x_ring, even, slot, j, BN, BM, STAGES, BLOCKS, LEFT)
-                scale = _scale(s_ring, slot, j, ws + step * BLOCKS + j, BM, STAGES, BLOCKS, tokens, AXIS)
+                even = _issue(w_ring, x_ring, even, slot, j, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS)
+                if j > 0:
+                    own = gl.load(ws + step * BLOCKS + j)
+                scale = _scale(s_ring, slot, j, own, BM, STAGES, BLOCKS, tokens, AXIS)
                 even = warpgroup_mma_wait(num_outstanding=0, deps=(even,))
                 acc += even * scale
             arrived(ready, slot, STAGES)
@@ -246,67 +288,73 @@ def _narrow(
     ROUND: gl.constexpr,
     WARPS: gl.constexpr,
     LEFT: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
-    w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCKS, BN, 128], w_desc.layout)
+    w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, BLOCKS, BN, 128], w_desc.layout)
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCKS, BM, 128], x_desc.layout)
     s_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCKS, BM], s_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
+        mbarrier.init(free.index(s), count=PARTS)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
                 (
-                    w_ring,
-                    x_ring,
-                    s_ring,
-                    ready,
-                    free,
-                    y_ptr,
-                    ws_ptr,
-                    M,
-                    N,
-                    ws_n,
-                    tiles,
-                    tiles_m,
-                    count,
-                    BN,
-                    BM,
-                    STAGES,
-                    BLOCKS,
-                    ROUND,
-                    WARPS,
-                    LEFT,
+                    _multiply,
+                    (
+                        w_ring, x_ring, s_ring, ready, free, y_ptr, ws_ptr, M, N, ws_n, tiles, tiles_m, count,
+                        BN, BM, STAGES, BLOCKS, ROUND, WARPS, LEFT, 0, 1,
+                    ),
                 ),
-            ),
-            (
-                _copy,
                 (
-                    w_desc,
-                    x_desc,
-                    s_desc,
-                    w_ring,
-                    x_ring,
-                    s_ring,
-                    ready,
-                    free,
-                    tiles,
-                    tiles_m,
-                    count,
-                    BN,
-                    BM,
-                    STAGES,
-                    BLOCKS,
+                    _copy,
+                    (
+                        w_desc, x_desc, s_desc, w_ring, x_ring, s_ring, ready, free, tiles, tiles_m, count,
+                        BN, BM, STAGES, BLOCKS, 1,
+                    ),
                 ),
-            ),
-        ],
-        [1],
-        [24],
-    )
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        w_ring, x_ring, s_ring, ready, free, y_ptr, ws_ptr, M, N, ws_n, tiles, tiles_m, count,
+                        BN, BM, STAGES, BLOCKS, ROUND, WARPS, LEFT, 0, 3,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        w_ring, x_ring, s_ring, ready, free, y_ptr, ws_ptr, M, N, ws_n, tiles, tiles_m, count,
+                        BN, BM, STAGES, BLOCKS, ROUND, WARPS, LEFT, 1, 3,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        w_ring, x_ring, s_ring, ready, free, y_ptr, ws_ptr, M, N, ws_n, tiles, tiles_m, count,
+                        BN, BM, STAGES, BLOCKS, ROUND, WARPS, LEFT, 2, 3,
+                    ),
+                ),
+                (
+                    _copy,
+                    (
+                        w_desc, x_desc, s_desc, w_ring, x_ring, s_ring, ready, free, tiles, tiles_m, count,
+                        BN, BM, STAGES, BLOCKS, 3,
+                    ),
+                ),
+            ],
+            [WARPS, WARPS, 1],
+            [PARTS_REGISTERS, PARTS_REGISTERS, 24],
+        )  # fmt: skip
 
 
 def shape_of(rows: int) -> int:
@@ -320,14 +368,24 @@ def tokens_of(rows: int, left: int, tokens: int = 0) -> int:
 
 
 def fits(
-    rows: int, *, tile: int = 64, stages: int = 6, tokens: int = 0, programs: int = 1, left: int = 0
+    rows: int,
+    columns: int,
+    *,
+    tile: int = 64,
+    stages: int = 6,
+    tokens: int = 0,
+    programs: int = 1,
+    left: int = 0,
+    parts: int = 1,
 ) -> bool:
     """Whether the rings of this form have room in a multiprocessor's shared memory (227 KiB, some for barriers), and sums in its
-    registers; and whether it makes sense: few tokens don't fill a left operand, small tiles are for few tokens."""
+    registers; whether three tiles at a time divide the outputs, `columns`; and whether it makes sense: few tokens don't fill a
+    left operand, small tiles are for few tokens."""
     bm = tokens_of(rows, left, tokens)
-    room = programs * stages * ((tile + bm) * 128 + bm * 4) <= 225 * 1024
+    room = programs * stages * ((parts * tile + bm) * 128 + bm * 4) <= 225 * 1024
     sensible = (rows <= 64 if tile < 64 else rows > 32) if left else tile >= 64
-    return room and (programs == 1 or bm * tile <= 4096) and sensible
+    registers = bm * tile <= 4096 or programs * parts == 1
+    return room and registers and sensible and (parts == 1 or columns % (parts * tile) == 0)
 
 
 class Arrangement(NamedTuple):
@@ -344,11 +402,13 @@ class Arrangement(NamedTuple):
     options: dict[str, int | None]
 
     @classmethod
-    def of(cls, rows: int, columns: int, *, tile: int, tokens: int, programs: int, left: int) -> Arrangement:
+    def of(
+        cls, rows: int, columns: int, *, tile: int, tokens: int, programs: int, left: int, parts: int = 1
+    ) -> Arrangement:
         """For a product [rows, columns]; the others are options of `narrow_matmul`."""
         bm = tokens_of(rows, left, tokens)
         tiles_m = cdiv(rows, bm)
-        tiles = cdiv(columns, tile) * tiles_m
+        tiles = cdiv(columns, parts * tile) * tiles_m
         most = programs * torch.cuda.get_device_properties().multi_processor_count
         warps = (bm if left else tile) // 16
         registers = None if programs == 1 else SHARED_REGISTERS
@@ -367,15 +427,17 @@ def narrow_matmul(
     tokens: int = 0,
     programs: int = 1,
     left: int = 0,
+    parts: int = 1,
 ) -> Tensor:
     """Block-scaled x w^T [M, N] BF16 for M <= MOST_ROWS. x_scale [M, K / 128]: unit stride along M; N, K: multiples of 128.
 
     tile: weight rows of a tile. left: tokens are the left operand, 64 of them; they have to be where a tile is smaller.
-    stages: blocks that the ring holds. programs: on each processor.
+    stages: blocks that the ring holds. programs: on each processor. parts: one tile, or three, each a warpgroup's, that share
+    the copies of tokens; N is a multiple of them all.
     """
     rows, depth = x_codes_MK.shape
     columns, count = len(w_codes_NK), depth // 128
-    form = Arrangement.of(rows, columns, tile=tile, tokens=tokens, programs=programs, left=left)
+    form = Arrangement.of(rows, columns, tile=tile, tokens=tokens, programs=programs, left=left, parts=parts)
     blocks = 2 if PAIRS and count % 2 == 0 else 1
     assert stages // blocks > 1, "a slot goes back after the next one has arrived"
     y = empty_product(x_codes_MK, w_codes_NK)
@@ -399,6 +461,7 @@ def narrow_matmul(
         4 if count % 8 or programs > 1 or form.bm * tile > 4096 else 8,
         form.warps,
         bool(left),
+        parts,
         **form.options,
     )
     return y

@@ -17,11 +17,22 @@ AMAX_FLOOR = tl.constexpr(1e-12)
 
 @triton.jit
 def after_previous():
-    """Waits until the kernel before has finished and its writes are visible, then lets the next one be placed on the chip.
+    """Lets the next kernel be placed on the chip, then waits until the one before has finished and its writes are visible.
 
     Kernels that begin with this are launched with `launch_pdl` (programmatic dependent launch): the start-up of one overlaps the
     end of another, which at decode sizes is a fifth of the time. Nothing that another kernel writes may be read before it.
+
+    The next one is let in first: a product then begins on a processor where the product before this kernel has ended, and
+    fetches weights while both finish. It still sees all that came before: it waits for this kernel, and this one for those.
     """
+    gdc_launch_dependents()
+    gdc_wait()
+
+
+@triton.jit
+def after_previous_first():
+    """`after_previous`, but the next kernel is let in after the wait: what kernels before this one wrote is then complete for it,
+    and only what this one writes is not (decode attention reads pages before it waits)."""
     gdc_wait()
     gdc_launch_dependents()
 

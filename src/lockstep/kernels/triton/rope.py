@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.operation import operation
-from lockstep.kernels.triton.numbers import E4M3_MAX, after_previous, place_of
+from lockstep.kernels.triton.numbers import E4M3_MAX, after_previous_first, place_of
 from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 HEADS = 8
@@ -66,7 +66,7 @@ def _rope(
     PAGED: tl.constexpr,
     KV8: tl.constexpr,
 ):
-    after_previous()
+    after_previous_first()
     t = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     q_chunks: tl.constexpr = (H + HB - 1) // HB
