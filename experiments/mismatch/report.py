@@ -19,7 +19,7 @@ from typing import Any
 
 import figure
 from arms import ARMS, GROUPS, Arm
-from page import HEAD, NOT_RUN, TERMS
+from page import HEAD, LIMITS, NOT_RUN, TERMS
 from record import POSITIONS
 
 from lockstep.bench.goals import GOALS, passed, write_goals
@@ -38,7 +38,8 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: heading, where in a record its value is, digits, and how zero is told."""
+    """A column of the table: heading, where in a record its value is (`gain`: last less first of the curve), digits, and how zero
+    is told."""
 
     title: str
     part: str
@@ -46,14 +47,23 @@ class Column:
     digits: int = 3
     zero: str = ""
 
+    def of(self, record: Record) -> float | None:
+        """Its value in this record."""
+        if self.part != "gain":
+            return record[self.part].get(self.name)  # type: ignore[no-any-return]
+        _, values = record["curves"].get(self.name, ((), ()))
+        return values[-1] - values[0] if values else None
+
 
 COLUMNS = (
     Column("reward, whole run", "mean", "reward"),
     Column("reward, end", "end", "reward"),
     Column("held-out, greedy, all lines right", "last", "eval/greedy_pass@1"),
     Column("held-out, sampled reward", "last", "eval/mean@k"),
+    Column("gained", "gain", "eval/mean@k"),
     Column("entropy, end", "end", "policy/entropy"),
     Column("gradient norm", "mean", "optim/grad_norm"),
+    Column("largest", "most", "optim/grad_norm", 1),
 )
 MISMATCH = (
     Column("mean abs delta log p", "mean", "mismatch/mean_abs_dlogp", 5, "exactly 0"),
@@ -145,7 +155,7 @@ def write_page(page: Path, records: Sequence[Record], resume: Record, start: Rec
             own = [r for r in records if r["arm"] in GROUPS[group]]
             if own:
                 text += section(page, group, title, own)
-        text += resumed(resume)
+        text += shown(records) + resumed(resume)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text, encoding="utf-8")
 
@@ -204,13 +214,39 @@ def table(
     base = {r["seed"]: r["end"].get("reward") for r in records if r["arm"] == arms[0].name}
     for arm in arms:
         own = [r for r in records if r["arm"] == arm.name]
-        cells = [cell([r[c.part].get(c.name) for r in own], c.digits, c.zero) for c in columns]
+        cells = [cell([c.of(r) for r in own], c.digits, c.zero) for c in columns]
         if paired:
             pairs = [(r["end"].get("reward"), base.get(r["seed"])) for r in own]
             less = [a - b for a, b in pairs if a is not None and b is not None]
             cells.append("" if arm is arms[0] else cell(less, 3, signed=True))
         rows.append(f"| `{arm.name}` | {len(own)} | {' | '.join(cells)} |")
     return rows
+
+
+def shown(records: Sequence[Record]) -> str:
+    """Unified FP8 beside every other arm of its group, seed by seed, and what the runs don't show."""
+    lines = ["\n## What the runs show\n"]
+    columns = (
+        Column("reward at the end", "end", "reward"),
+        Column("gained on held-out problems", "gain", "eval/mean@k"),
+    )
+    for arm in ARMS.values():
+        exact = "exact-mini" if arm.mini else "exact"
+        if arm.name == exact:
+            continue
+        words = []
+        for column in columns:
+            found = {r["seed"]: column.of(r) for r in records if r["arm"] == exact}
+            pairs = [(found.get(r["seed"]), column.of(r)) for r in records if r["arm"] == arm.name]
+            less = [a - b for a, b in pairs if a is not None and b is not None]
+            if less:
+                ahead = sum(x > 0 for x in less)
+                words.append(
+                    f"{column.title} {cell(less, 3, signed=True)}, ahead in {ahead} of {len(less)} seeds"
+                )
+        if words:
+            lines.append(f"- `{exact}` less `{arm.name}`: {'; '.join(words)}.")
+    return "\n".join(lines) + "\n" + LIMITS
 
 
 def cell(values: Sequence[float | None], digits: int, zero: str = "", *, signed: bool = False) -> str:
@@ -280,7 +316,7 @@ def mismatch(arms: Sequence[Arm], records: Sequence[Record]) -> list[figure.Pane
             found("mismatch/ess"),
         ),
         figure.lines(*kept[:2], found(kept[2]), from_zero=True),
-        figure.lines("Gradient norm", "Before clipping", found("optim/grad_norm"), from_zero=True),
+        figure.lines("Gradient norm", "Before clipping", found("optim/grad_norm"), scale="zero-log"),
         figure.lines("Gradient cosine", "With BF16's from the same rollout", found("probe/cosine")),
         figure.lines(
             "Gradient cosine, weighted",

@@ -214,20 +214,38 @@ def test_fine_tuning_in_both_flows(tmp_path: Path) -> None:
     how = sft.SFT(steps=6, batch=2, length=16, lr=3e-3, every=3, held_out=4)
     curves = sft.run_sft(tmp_path / "m", fp8_flow(), select("reference"), how, say=lambda line: None)
     for curve in (curves.fp8, curves.twin, curves.other):
-        assert list(curve.held_out) == [0, 3, 6] and len(curve.training) == 6
+        assert list(curve.held_out) == list(curve.own) == [0, 3, 6] and len(curve.training) == 6
         assert curve.held_out[6] < curve.held_out[0]
-    assert curves.twin.held_out[0] == curves.other.held_out[0] != curves.fp8.held_out[0]
+    assert (
+        len({curve.held_out[0] for curve in (curves.fp8, curves.twin, curves.other)}) == 1
+    )  # the same masters
+    assert curves.twin.own == curves.twin.held_out and curves.fp8.own[0] != curves.fp8.held_out[0]
     assert curves.twin.training[0] != curves.other.training[0]
     assert curves.difference < curves.noise
     assert sft.goals(curves) == []  # too short to say anything
 
 
 def test_curves_are_compared_by_their_largest_distance() -> None:
-    fp8 = sft.Curve("fp8", {0: 9.0, 250: 2.02, 500: 1.51}, ())
-    twin = sft.Curve("bf16", {0: 1.0, 250: 2.0, 500: 1.5}, ())
-    other = sft.Curve("bf16, seed 1", {0: 1.0, 250: 2.0, 500: 1.46}, ())
+    fp8 = sft.Curve("fp8", {0: 9.0, 250: 2.02, 500: 1.51}, {}, ())
+    twin = sft.Curve("bf16", {0: 1.0, 250: 2.0, 500: 1.5}, {}, ())
+    other = sft.Curve("bf16, seed 1", {0: 1.0, 250: 2.0, 500: 1.46}, {}, ())
     (goal,) = sft.goals(sft.Curves(fp8, twin, other))
     assert goal == Goal("D6b", pytest.approx(0.5), 1.0, goal.unit, higher_is_better=False) and goal.reached
+
+
+def test_masters_begin_within_the_rounding_of_their_bf16_values(decoder: Decoder) -> None:
+    with torch.no_grad():
+        for master in decoder.parameters():
+            master.copy_(master.bfloat16())
+    before = [master.detach().clone() for master in decoder.parameters()]
+    sft.spread(decoder)
+    for old, new in zip(before, decoder.parameters(), strict=True):
+        assert (
+            torch.equal(new.bfloat16().float(), old)
+            and (old == 0).logical_or(new != old).float().mean() > 0.9
+        )
+    moved = torch.cat([(new - old).flatten() for old, new in zip(before, decoder.parameters(), strict=True)])
+    assert (moved > 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
 
 
 def test_an_order_has_every_sequence_once_an_epoch() -> None:

@@ -85,6 +85,8 @@ def test_refresh_and_fingerprints(compiled: Launched, monkeypatch: pytest.Monkey
     held = [(p.codes.codes, p.codes.scale) if p.codes is not None else (p.plain, None) for p in made]
     assert len(fingerprints(held)) == len(sources)
     assert names(compiled) == {"_requantize", "_round", "_fingerprint"}
+    # Products read weights before they wait, so what writes weights lets no kernel in before its end.
+    assert not any("griddepcontrol" in kernel.asm["ptx"] for _, kernel in compiled)
 
 
 def test_a_place_is_looked_at_once_as_long_as_its_master_stays(
@@ -142,3 +144,13 @@ def test_launches_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(done) == [0, 1, 2] and waited == [device] and set(places) == {device}
     with pytest.raises(ZeroDivisionError):
         compile_together([lambda: 1 // 0, lambda: None], device)
+
+
+def test_weights_that_are_timed_in_turns_outgrow_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.kernels import products
+
+    monkeypatch.setattr(products, "ROTATED_BYTES", 1 << 20)
+    small, middle, large = (torch.ones(n, 64, dtype=torch.bfloat16) for n in (16, 2048, 8193))
+    assert [len(products.copies_of(w)) for w in (small, middle, large)] == [products.MOST_COPIES, 4, 1]
+    first, *others = products.copies_of(middle)
+    assert first is middle and len({w.data_ptr() for w in others} | {middle.data_ptr()}) == 4

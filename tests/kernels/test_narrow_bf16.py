@@ -13,10 +13,8 @@ FORMS = (
     {"stages": 9, "tokens": 32},
     {"stages": 8, "tile": 128},
     {"stages": 3, "tokens": 64},
-    {"stages": 6, "programs": 2},
     {"stages": 12, "tile": 32, "left": 1},
-    {"stages": 8, "tile": 32, "left": 1, "programs": 2},
-    {"stages": 6, "tile": 64, "left": 1, "programs": 2},
+    {"stages": 12, "tile": 64, "left": 1},
     {"stages": 8, "tile": 128, "left": 1},
     {"stages": 4, "tile": 128, "tokens": 256},
 )

@@ -63,7 +63,7 @@ class Audited:
             found.append(
                 {
                     "model": self.model,
-                    "weights": self.weights,
+                    "weights": Path(self.weights).name,
                     "layers": self.layers,
                     "flow": flow,
                     "equalities": len(checks),

@@ -208,7 +208,7 @@ def _rotations(make: Maker, found: Tables) -> list[Call]:
             pages = make.some(P, G, 64, D, dtype=dtype), make.some(P, G, D, 64, dtype=dtype)
             for raised in (flag, None):
                 args = (qkv, table, positions, slots, *pages, *norms, *given, raised)
-                made.append(Call("rope_and_write", args, [dense(T, H, D)], sizes))
+                made.append(Call("rope_and_write", args, [dense(T, H, D)], sizes | {"early": raised is None}))
             made.append(Call("write_pages", (k, v, order, slots, *pages, *given), []))
     maxima, count = make.positive(2, 3, G)[:, 1], make.listed([0], torch.int64)
     return [

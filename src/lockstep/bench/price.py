@@ -62,8 +62,8 @@ def free_kernels() -> Kernels:
             if count not in self._head:
                 if torch.cuda.is_current_stream_capturing():
                     return super().raw_logits(h_TK, head_weight)
-                exact = elapsed(lambda: HopperKernels.raw_logits(self, h_TK, head_weight))
-                self._head[count] = elapsed(library) < exact
+                exact = elapsed([lambda: HopperKernels.raw_logits(self, h_TK, head_weight)])
+                self._head[count] = elapsed([library]) < exact
             return library() if self._head[count] else super().raw_logits(h_TK, head_weight)
 
     return FreeKernels()

@@ -31,29 +31,28 @@ PROOF_ROWS = (4, 8, 16, 32, 64, 96, 128, 256, 512, 1024)
 FEW_ROWS = (16, 32, 64, 128, narrow_gemm.MOST_ROWS)
 """Classes of few rows for which the faster of library and narrow kernel is found by timing; the bits are the same."""
 NARROW = (
-    {"stages": 6},
-    {"stages": 9},
     {"stages": 12},
-    {"stages": 9, "tokens": 32},
-    {"stages": 9, "tokens": 64},
-    {"stages": 8, "tile": 128},
-    {"stages": 6, "programs": 2},
-    {"stages": 9, "tokens": 32, "programs": 2},
-    {"stages": 12, "tile": 32, "left": 1},
-    {"stages": 8, "tile": 32, "left": 1, "programs": 2},
-    {"stages": 12, "tile": 64, "left": 1},
-    {"stages": 6, "tile": 64, "left": 1, "programs": 2},
-    {"stages": 8, "tile": 128, "left": 1},
-    {"stages": 6, "tile": 128},
     {"stages": 6, "parts": 3},
+    {"stages": 12, "tile": 64, "left": 1},
+    {"stages": 12, "tile": 32, "left": 1},
     {"stages": 6, "left": 1, "parts": 3},
-    {"stages": 10, "tile": 32, "left": 1, "parts": 3},
-    {"stages": 14, "tile": 16, "left": 1, "parts": 3},
 )
-NARROW_BF16 = (*(form for form in NARROW if "parts" not in form), {"stages": 4, "tile": 128, "tokens": 256})
-"""Without scales there are registers for larger tiles, which read less from the second-level cache: it bounds the output head."""
-HEAD_START = 1.03
-"""How much slower alone a narrow kernel may be than the library: it starts while the kernel before it ends."""
+"""Forms of the FP8 kernel that were fastest somewhere; each costs a compilation."""
+NARROW_BF16 = (
+    {"stages": 12},
+    {"stages": 9},
+    {"stages": 12, "tile": 64, "left": 1},
+    {"stages": 12, "tile": 32, "left": 1},
+    {"stages": 8, "tile": 128, "left": 1},
+    {"stages": 4, "tile": 128, "tokens": 256},
+)
+"""Of the BF16 kernel. Without scales there are registers for larger tiles, which read less from the second-level cache: it bounds
+the output head."""
+HEAD_START_MS = 0.002
+"""How much slower alone a narrow kernel may be than the library: it starts while the kernel before it ends, and lets the next one
+start."""
+ROTATED_BYTES, MOST_COPIES = 4 * (60 << 20), 24
+"""Weights that are timed in turns outgrow the second-level cache together."""
 Form = dict[str, int]
 """Options of the narrow kernel."""
 
@@ -116,14 +115,14 @@ class Products:
             x = _random(size, w_codes_NK, seed=size)
             some = {n: quantize_rows(x[:n], pow2=False) for n in _counts(size)}
 
-            def library() -> Tensor:
-                return scaled_mm_codes(*some[size], w_codes_NK, library_scale)
+            def library(w_NK: Tensor) -> Tensor:
+                return scaled_mm_codes(*some[size], w_NK, library_scale)
 
-            def narrow(n: int, form: Form) -> Tensor:
+            def narrow(n: int, form: Form, w_NK: Tensor) -> Tensor:
                 codes, scale = some[n]
-                return narrow_gemm.narrow_matmul(codes, scale, w_codes_NK, w_scale, **form)
+                return narrow_gemm.narrow_matmul(codes, scale, w_NK, w_scale, **form)
 
-            self._narrow[key] = self._fastest(size, len(w_codes_NK), library, narrow, NARROW)
+            self._narrow[key] = self._fastest(size, w_codes_NK, library, narrow, NARROW)
         return self._narrow[key]
 
     def plain(self, x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -143,9 +142,9 @@ class Products:
             x = _random(size, w_NK, seed=size)
             self._plain[key] = self._fastest(
                 size,
-                len(w_NK),
-                lambda: gemm.bf16_matmul(x, w_NK, dtype=dtype),
-                lambda n, form: narrow_bf16.narrow_bf16_matmul(x[:n], w_NK, dtype=dtype, **form),
+                w_NK,
+                lambda w_NK: gemm.bf16_matmul(x, w_NK, dtype=dtype),
+                lambda n, form, w_NK: narrow_bf16.narrow_bf16_matmul(x[:n], w_NK, dtype=dtype, **form),
                 NARROW_BF16,
             )
         return self._plain[key]
@@ -153,21 +152,22 @@ class Products:
     def _fastest(
         self,
         size: int,
-        columns: int,
-        known: Callable[[], Tensor],
-        narrow: Callable[[int, Form], Tensor],
+        weight_NK: Tensor,
+        known: Callable[[Tensor], Tensor],
+        narrow: Callable[[int, Form, Tensor], Tensor],
         forms: Sequence[Form],
     ) -> Form | None:
-        """The fastest form of a narrow kernel for `size` rows, or None where the known kernel is faster. known: of `size` rows by
-        `columns`; narrow: of the first n of them."""
-        expected = known()
-        best, found = HEAD_START * elapsed(known), None
-        candidates = [form for form in forms if _sensible(size, columns, form)]
-        compile_together([partial(narrow, size, form) for form in candidates], expected.device)
+        """The fastest form of a narrow kernel for `size` rows, or None where the known kernel is faster. Both take the weight;
+        known: of `size` rows; narrow: of the first n of them."""
+        expected = known(weight_NK)
+        candidates = [form for form in forms if _sensible(size, len(weight_NK), form)]
+        compile_together([partial(narrow, size, form, weight_NK) for form in candidates], expected.device)
+        weights = copies_of(weight_NK)
+        best, found = elapsed([partial(known, w) for w in weights]) + HEAD_START_MS, None
         for form in candidates:
-            if not all(self.agree(narrow(n, form), expected[:n]) for n in _counts(size)):
+            if not all(self.agree(narrow(n, form, weight_NK), expected[:n]) for n in _counts(size)):
                 continue
-            time = elapsed(lambda form=form: narrow(size, form))  # type: ignore[misc]
+            time = elapsed([partial(narrow, size, form, w) for w in weights])
             if time < best:
                 best, found = time, form
         return found
@@ -231,27 +231,32 @@ def _random(rows: int, w_codes_NK: Tensor, *, seed: int) -> Tensor:
     return torch.randn(rows, w_codes_NK.shape[1], generator=generator, device=device).bfloat16()
 
 
-def elapsed(run: Callable[[], object], repeats: int = 8) -> float:
-    """Milliseconds of a launch sequence within a graph, with the L2 cache overwritten before each."""
-    flush = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+def copies_of(weight: Tensor) -> list[Tensor]:
+    """The weight, and as many copies as it takes that none is in the second-level cache when its turn comes again."""
+    count = min(-(-ROTATED_BYTES // (weight.numel() * weight.element_size())), MOST_COPIES)
+    return [weight, *(weight.clone() for _ in range(count - 1))]
 
-    def replayed(work: Callable[[], object] | None) -> float:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(repeats):
-                flush.zero_()
-                if work is not None:
-                    work()
-        times = []
-        for _ in range(5):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        return float(sorted(times)[2])
 
-    run()
+def elapsed(launches: Sequence[Callable[[], object]], repeats: int = 24) -> float:
+    """Milliseconds of one of these launches in turns, within a graph.
+
+    One follows the other as in a decode step, so what a kernel does while the one before ends counts for it. (Emptying the cache
+    between two by writing to it does not work: what was written is still to be written back, and each kernel pays for that.)
+    """
+    launches = list(launches)
+    for launch in launches:
+        launch()
     torch.cuda.synchronize()
-    return (replayed(run) - replayed(None)) / repeats
+    graph, rounds = torch.cuda.CUDAGraph(), -(-repeats // len(launches))
+    with torch.cuda.graph(graph):
+        for launch in rounds * launches:
+            launch()
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return float(sorted(times)[2]) / (rounds * len(launches))

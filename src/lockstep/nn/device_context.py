@@ -75,6 +75,7 @@ class DevicePages:
             eps=norm_eps(attention),
             scales=scales,
             flag=self.flag,
+            early=True,
         )
         codes = code_scale(attention)
         if isinstance(self.index, kernel.DecodeIndex):

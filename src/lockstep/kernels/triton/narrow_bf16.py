@@ -187,7 +187,6 @@ def narrow_bf16_matmul(
     tile: int = 64,
     stages: int = 9,
     tokens: int = 0,
-    programs: int = 1,
     left: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
@@ -195,7 +194,7 @@ def narrow_bf16_matmul(
     starts and rows aligned to 16 bytes."""
     rows, depth = x_MK.shape
     columns = w_NK.shape[0]
-    form = Arrangement.of(rows, columns, tile=tile, tokens=tokens, programs=programs, left=left)
+    form = Arrangement.of(rows, columns, tile=tile, tokens=tokens, left=left)
     y = empty_product(x_MK, w_NK, dtype)
     _narrow_bf16[form.grid](
         _descriptor(w_NK, tile),

@@ -43,8 +43,6 @@ PAIRS = True
 """Whether blocks travel two by two, where their number is even. No bit depends on it."""
 MOST_ROWS = 256
 """Beyond, the library's larger tiles win."""
-SHARED_REGISTERS = 128
-"""Of a thread where two programs share a processor."""
 PARTS_REGISTERS = gl.constexpr(128)
 """Of a thread where three parts do."""
 
@@ -374,7 +372,6 @@ def fits(
     tile: int = 64,
     stages: int = 6,
     tokens: int = 0,
-    programs: int = 1,
     left: int = 0,
     parts: int = 1,
 ) -> bool:
@@ -382,14 +379,14 @@ def fits(
     registers; whether three tiles at a time divide the outputs, `columns`; and whether it makes sense: few tokens don't fill a
     left operand, small tiles are for few tokens."""
     bm = tokens_of(rows, left, tokens)
-    room = programs * stages * ((parts * tile + bm) * 128 + bm * 4) <= 225 * 1024
+    room = stages * ((parts * tile + bm) * 128 + bm * 4) <= 225 * 1024
     sensible = (rows <= 64 if tile < 64 else rows > 32) if left else tile >= 64
-    registers = bm * tile <= 4096 or programs * parts == 1
+    registers = parts == 1 or bm * tile <= 4096
     return room and registers and sensible and (parts == 1 or columns % (parts * tile) == 0)
 
 
 class Arrangement(NamedTuple):
-    """A launch of so many programs on each processor, which stay and take tile after tile.
+    """A launch of a program on each processor, which stays and takes tile after tile.
 
     bm: tokens of a tile. tiles_m: tiles along tokens, of `tiles` in all. warps: those that multiply.
     """
@@ -399,20 +396,17 @@ class Arrangement(NamedTuple):
     tiles: int
     warps: int
     grid: tuple[int]
-    options: dict[str, int | None]
+    options: dict[str, int]
 
     @classmethod
-    def of(
-        cls, rows: int, columns: int, *, tile: int, tokens: int, programs: int, left: int, parts: int = 1
-    ) -> Arrangement:
+    def of(cls, rows: int, columns: int, *, tile: int, tokens: int, left: int, parts: int = 1) -> Arrangement:
         """For a product [rows, columns]; the others are options of `narrow_matmul`."""
         bm = tokens_of(rows, left, tokens)
         tiles_m = cdiv(rows, bm)
         tiles = cdiv(columns, parts * tile) * tiles_m
-        most = programs * torch.cuda.get_device_properties().multi_processor_count
+        most = torch.cuda.get_device_properties().multi_processor_count
         warps = (bm if left else tile) // 16
-        registers = None if programs == 1 else SHARED_REGISTERS
-        options = {"num_warps": warps, "maxnreg": registers, "launch_pdl": True}
+        options = {"num_warps": warps, "launch_pdl": True}
         return cls(bm, tiles_m, tiles, warps, (min(tiles, most),), options)
 
 
@@ -425,19 +419,18 @@ def narrow_matmul(
     tile: int = 64,
     stages: int = 6,
     tokens: int = 0,
-    programs: int = 1,
     left: int = 0,
     parts: int = 1,
 ) -> Tensor:
     """Block-scaled x w^T [M, N] BF16 for M <= MOST_ROWS. x_scale [M, K / 128]: unit stride along M; N, K: multiples of 128.
 
     tile: weight rows of a tile. left: tokens are the left operand, 64 of them; they have to be where a tile is smaller.
-    stages: blocks that the ring holds. programs: on each processor. parts: one tile, or three, each a warpgroup's, that share
-    the copies of tokens; N is a multiple of them all.
+    stages: blocks that the ring holds. parts: one tile, or three, each a warpgroup's, that share the copies of tokens; N is a
+    multiple of them all.
     """
     rows, depth = x_codes_MK.shape
     columns, count = len(w_codes_NK), depth // 128
-    form = Arrangement.of(rows, columns, tile=tile, tokens=tokens, programs=programs, left=left, parts=parts)
+    form = Arrangement.of(rows, columns, tile=tile, tokens=tokens, left=left, parts=parts)
     blocks = 2 if PAIRS and count % 2 == 0 else 1
     assert stages // blocks > 1, "a slot goes back after the next one has arrived"
     y = empty_product(x_codes_MK, w_codes_NK)
@@ -458,7 +451,7 @@ def narrow_matmul(
         form.bm,
         stages // blocks,
         blocks,
-        4 if count % 8 or programs > 1 or form.bm * tile > 4096 else 8,
+        4 if count % 8 or form.bm * tile > 4096 else 8,
         form.warps,
         bool(left),
         parts,

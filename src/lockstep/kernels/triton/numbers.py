@@ -24,6 +24,7 @@ def after_previous():
 
     The next one is let in first: a product then begins on a processor where the product before this kernel has ended, and
     fetches weights while both finish. It still sees all that came before: it waits for this kernel, and this one for those.
+    Weights are read before that wait, so what writes weights lets nobody in: such kernels are launched without `launch_pdl`.
     """
     gdc_launch_dependents()
     gdc_wait()

@@ -65,8 +65,10 @@ def _rope(
     NORM: tl.constexpr,
     PAGED: tl.constexpr,
     KV8: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    after_previous_first()
+    if not EARLY:
+        after_previous_first()
     t = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     q_chunks: tl.constexpr = (H + HB - 1) // HB
@@ -82,25 +84,33 @@ def _rope(
     ok = (local < limit)[:, None] & inside[None, :]
     source = qkv_ptr + t * qkv_stride + base[:, None] * D + half[None, :]
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
-    # Whatever is read is asked for at once: few rows have nothing else to hide the memory's latency behind.
-    position = tl.load(position_ptr + t)
-    a = tl.load(source, mask=ok, other=0.0).to(tl.float32)
-    b = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
+    # Whatever is read is asked for at once: few rows have nothing else to hide the memory's latency behind. Past the first-level
+    # cache, which may hold the last step's.
+    position = tl.load(position_ptr + t, cache_modifier=".cg")
+    if not EARLY:
+        a = tl.load(source, mask=ok, other=0.0).to(tl.float32)
+        b = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
     if PAGED:
-        slot = tl.load(slot_ptr + t)
+        slot = tl.load(slot_ptr + t, cache_modifier=".cg")
         if KV8:
-            k_scale = tl.load(ks_ptr + local, mask=local < G, other=1.0)[:, None]
-            v_scale = tl.load(vs_ptr + local, mask=local < G, other=1.0)[:, None]
+            k_scale = tl.load(ks_ptr + local, mask=local < G, other=1.0, cache_modifier=".cg")[:, None]
+            v_scale = tl.load(vs_ptr + local, mask=local < G, other=1.0, cache_modifier=".cg")[:, None]
+    turn = table_ptr + position * (2 * HALF) + half
+    cos = tl.load(turn, mask=inside & (is_v ^ True), other=0.0, cache_modifier=".cg")[None, :]
+    sin = tl.load(turn + HALF, mask=inside & (is_v ^ True), other=0.0, cache_modifier=".cg")[None, :]
+    if NORM:
+        if is_q:
+            wa = tl.load(qw_ptr + half, mask=inside, other=0.0, cache_modifier=".cg")
+            wb = tl.load(qw_ptr + HALF + half, mask=inside, other=0.0, cache_modifier=".cg")
+        else:
+            wa = tl.load(kw_ptr + half, mask=inside, other=0.0, cache_modifier=".cg")
+            wb = tl.load(kw_ptr + HALF + half, mask=inside, other=0.0, cache_modifier=".cg")
+    if EARLY:
+        after_previous_first()
+        a = tl.load(source, mask=ok, other=0.0).to(tl.float32)
+        b = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
     if not is_v:
-        cos = tl.load(table_ptr + position * (2 * HALF) + half, mask=inside, other=0.0)[None, :]
-        sin = tl.load(table_ptr + position * (2 * HALF) + HALF + half, mask=inside, other=0.0)[None, :]
         if NORM:
-            if is_q:
-                wa = tl.load(qw_ptr + half, mask=inside, other=0.0)
-                wb = tl.load(qw_ptr + HALF + half, mask=inside, other=0.0)
-            else:
-                wa = tl.load(kw_ptr + half, mask=inside, other=0.0)
-                wb = tl.load(kw_ptr + HALF + half, mask=inside, other=0.0)
             a, b = _half_norm(a, b, wa, wb, eps, D, dtype)
         a, b = a * cos - b * sin, b * cos + a * sin
         a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
@@ -155,12 +165,15 @@ def rope_and_write(
     eps: float,
     scales: tuple[Tensor, Tensor] | None,
     flag: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """q [T, H, D] after norm and rotation; keys and values go to their slots.
 
     qkv: [T, (H + 2 G) D]. table_PD: [positions, 2, D / 2] FP32 cos and sin. slots_T: int64, page * 64 + offset.
     norms: weights of the q and k norm. scales: FP32 [G] of keys and values for an e4m3 cache. flag: int32 [1], set to 1 when
     a key or value is not finite: its e4m3 code would be a plausible number, and a BF16 one would poison whoever gets the page.
+    early: the kernel launched just before wrote nothing of what is read here but `qkv`, and let this one in after its own wait
+    (or at its end): all else is read while it runs.
     """
     q_norm, k_norm = norms if norms is not None else (None, None)
     k_scale, v_scale = scales if scales is not None else (None, None)
@@ -178,6 +191,7 @@ def rope_and_write(
         flag,
         heads=heads,
         eps=eps,
+        early=early,
     )
 
 
@@ -201,10 +215,11 @@ def _rope_and_write(
     *,
     heads: int,
     eps: float,
+    early: bool,
 ) -> Tensor:
     q = _queries(qkv, k_pages, heads)
     places, norms, scales = (table_PD, positions_T, slots_T), (q_norm, k_norm), (k_scale, v_scale)
-    _launch(qkv, q, k_pages, v_pages, places, norms, eps, scales, flag, paged=True)
+    _launch(qkv, q, k_pages, v_pages, places, norms, eps, scales, flag, paged=True, early=early)
     return q
 
 
@@ -261,6 +276,7 @@ def _launch(
     flag: Tensor | None,
     *,
     paged: bool,
+    early: bool = False,
 ) -> None:
     """places: table, positions and slots. k, v: pages, or rows."""
     rows, heads, head_dim = q.shape
@@ -295,6 +311,7 @@ def _launch(
         q_weight is not None,
         paged,
         k_scale is not None,
+        early,
         num_warps=2,
         enable_fp_fusion=False,
         launch_pdl=True,
