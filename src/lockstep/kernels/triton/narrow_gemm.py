@@ -3,7 +3,8 @@
     y_TN = sum over blocks of 128 along K, ascending: (w codes x codes^T) * (x scale * w scale), FP32, rounded once
 
 Every tile of the weight has all tokens pass through the second-level cache again, as many bytes as its own where 64 rows of each
-make a tile. Three tiles that share them take a third less, and 24,576 rows are 128 times 192.
+make a tile: with 9 TB/s of that cache, from 128 tokens on it takes longer than reading the weight. Three tiles that share them, and
+128 of them at once, need less; 24,576 rows are 128 times 192.
 
 Either operand may be the left one, whose 64 rows fill the warpgroup instruction. The weight, with tokens as columns: then nothing
 is padded to 64 tokens. Or the tokens, where there are as many: then tiles of the weight may be smaller, which occupies more
@@ -43,7 +44,7 @@ PAIRS = True
 """Whether blocks travel two by two, where their number is even. No bit depends on it."""
 MOST_ROWS = 256
 """Beyond, the library's larger tiles win."""
-PARTS_REGISTERS = gl.constexpr(128)
+PARTS_REGISTERS = gl.constexpr(160)
 """Of a thread where three parts do."""
 
 
@@ -123,12 +124,16 @@ def _issue(
     LEFT: gl.constexpr,
     PART: gl.constexpr,
     PARTS: gl.constexpr,
+    HALF: gl.constexpr = 0,
+    HALVES: gl.constexpr = 1,
 ):
-    """Starts the product of block J of a slot that has arrived, into registers whose content is of no more use."""
+    """Starts the product of block J of a slot that has arrived, of one half of its tokens where they come in two, into registers
+    whose content is of no more use."""
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     stage = slot % STAGES
     w = w_ring.index(stage * PARTS + PART)._reinterpret(gl.float8e4nv, [BLOCKS, BN, 128], flat).index(J)
-    x = x_ring.index(stage)._reinterpret(gl.float8e4nv, [BLOCKS, BM, 128], flat).index(J)
+    x = x_ring.index(stage)._reinterpret(gl.float8e4nv, [BLOCKS * HALVES, BM // HALVES, 128], flat)
+    x = x.index(J * HALVES + HALF)
     if LEFT:
         found = warpgroup_mma(x, w.permute((1, 0)), registers, use_acc=False, is_async=True)
     else:
@@ -147,10 +152,13 @@ def _scale(
     BLOCKS: gl.constexpr,
     tokens: gl.constexpr,
     AXIS: gl.constexpr,
+    HALF: gl.constexpr = 0,
+    HALVES: gl.constexpr = 1,
 ):
-    """Token scales of block J of a slot times the weight's, along the other axis than AXIS."""
+    """Token scales of block J of a slot, or of a half, times the weight's, along the other axis than AXIS."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
-    held = s_ring.index(slot % STAGES)._reinterpret(gl.float32, [BLOCKS, BM], flat).index(J)
+    held = s_ring.index(slot % STAGES)._reinterpret(gl.float32, [BLOCKS * HALVES, BM // HALVES], flat)
+    held = held.index(J * HALVES + HALF)
     return gl.expand_dims(held.load(tokens) * weight_scale, AXIS)
 
 
@@ -189,13 +197,15 @@ def _multiply(
 
     Two sets of registers take turns as target of the products, and none is in flight where the loop comes round: else the
     assembler can't tell when a set may be read, and waits for every product where it is issued (its note C7514). So ROUND blocks
-    are written out. Where three parts take turns, one set each is enough.
+    are written out. Where three parts take turns, one set each is enough. Where 128 tokens are the left operand, each half of
+    them has its own set and its own sums.
 
     A slot is given back after the branch of a wait, so that scales read from it are in registers (`ring.py`). The weight's first
     scale of a round is asked for a round earlier, the very first while the kernel before ends: the others lie in its cache line.
     """
     AXIS: gl.constexpr = 1 if LEFT else 0
-    ROWS: gl.constexpr = BM if LEFT else BN
+    HALVES: gl.constexpr = BM // 64 if LEFT else 1
+    ROWS: gl.constexpr = 64 if LEFT else BN
     COLUMNS: gl.constexpr = BN if LEFT else BM
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, COLUMNS, 32]
@@ -205,7 +215,8 @@ def _multiply(
     even = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     odd = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     steps = count // BLOCKS
-    whole = count // ROUND * ROUND if PARTS == 1 else 0
+    TURNS: gl.constexpr = PARTS == 1 and HALVES == 1
+    whole = count // ROUND * ROUND if TURNS else 0
     base = 0
     row = (gl.program_id(0) // tiles_m * PARTS + PART) * BN // 128 * ws_n
     ahead = gl.load(ws_ptr + row)
@@ -215,55 +226,69 @@ def _multiply(
         ws = ws_ptr + row
         row = (later // tiles_m * PARTS + PART) * BN // 128 * ws_n
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        for start in range(0, whole, ROUND):
-            first = base + start // BLOCKS
-            own = ahead
-            ahead = _weight_scale(ws, start + ROUND, count, ws_ptr + row, later < tiles)
-            arrived(ready, first, STAGES)
-            even = _issue(w_ring, x_ring, even, first, 0, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS)
-            scale = _scale(s_ring, first, 0, own, BM, STAGES, BLOCKS, tokens, AXIS)
-            for u in gl.static_range(1, ROUND):
-                slot = first + u // BLOCKS
-                if u % BLOCKS == 0:
-                    arrived(ready, slot, STAGES)
-                if u % 2 == 1:
-                    odd = _issue(
-                        w_ring, x_ring, odd, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS
-                    )
-                    even = warpgroup_mma_wait(num_outstanding=1, deps=(even,))
-                    acc += even * scale
-                else:
-                    even = _issue(
-                        w_ring, x_ring, even, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS
-                    )
-                    odd = warpgroup_mma_wait(num_outstanding=1, deps=(odd,))
-                    acc += odd * scale
-                if u % BLOCKS == 0:
-                    mbarrier.arrive(free.index((slot - 1) % STAGES), count=1)
-                own = gl.load(ws + start + u)
-                scale = _scale(s_ring, slot, u % BLOCKS, own, BM, STAGES, BLOCKS, tokens, AXIS)
-            odd = warpgroup_mma_wait(num_outstanding=0, deps=(odd,))
-            acc += odd * scale
-            last = first + (ROUND - 1) // BLOCKS
-            arrived(ready, last, STAGES)
-            mbarrier.arrive(free.index(last % STAGES), count=1)
+        low = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        if TURNS:
+            for start in range(0, whole, ROUND):
+                first = base + start // BLOCKS
+                own = ahead
+                ahead = _weight_scale(ws, start + ROUND, count, ws_ptr + row, later < tiles)
+                arrived(ready, first, STAGES)
+                even = _issue(w_ring, x_ring, even, first, 0, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS)
+                scale = _scale(s_ring, first, 0, own, BM, STAGES, BLOCKS, tokens, AXIS)
+                for u in gl.static_range(1, ROUND):
+                    slot = first + u // BLOCKS
+                    if u % BLOCKS == 0:
+                        arrived(ready, slot, STAGES)
+                    if u % 2 == 1:
+                        odd = _issue(
+                            w_ring, x_ring, odd, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS
+                        )
+                        even = warpgroup_mma_wait(num_outstanding=1, deps=(even,))
+                        acc += even * scale
+                    else:
+                        even = _issue(
+                            w_ring, x_ring, even, slot, u % BLOCKS, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS
+                        )
+                        odd = warpgroup_mma_wait(num_outstanding=1, deps=(odd,))
+                        acc += odd * scale
+                    if u % BLOCKS == 0:
+                        mbarrier.arrive(free.index((slot - 1) % STAGES), count=1)
+                    own = gl.load(ws + start + u)
+                    scale = _scale(s_ring, slot, u % BLOCKS, own, BM, STAGES, BLOCKS, tokens, AXIS)
+                odd = warpgroup_mma_wait(num_outstanding=0, deps=(odd,))
+                acc += odd * scale
+                last = first + (ROUND - 1) // BLOCKS
+                arrived(ready, last, STAGES)
+                mbarrier.arrive(free.index(last % STAGES), count=1)
         for step in range(whole // BLOCKS, steps):
             slot, own = base + step, ahead
             ahead = _weight_scale(ws, (step + 1) * BLOCKS, count, ws_ptr + row, later < tiles)
             arrived(ready, slot, STAGES)
             for j in gl.static_range(BLOCKS):
-                even = _issue(w_ring, x_ring, even, slot, j, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS)
+                even = _issue(
+                    w_ring, x_ring, even, slot, j, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS, 0, HALVES
+                )
+                if HALVES == 2:
+                    odd = _issue(
+                        w_ring, x_ring, odd, slot, j, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS, 1, HALVES
+                    )
                 if j > 0:
                     own = gl.load(ws + step * BLOCKS + j)
-                scale = _scale(s_ring, slot, j, own, BM, STAGES, BLOCKS, tokens, AXIS)
-                even = warpgroup_mma_wait(num_outstanding=0, deps=(even,))
+                scale = _scale(s_ring, slot, j, own, BM, STAGES, BLOCKS, tokens, AXIS, 0, HALVES)
+                even = warpgroup_mma_wait(num_outstanding=HALVES - 1, deps=(even,))
                 acc += even * scale
+                if HALVES == 2:
+                    scale = _scale(s_ring, slot, j, own, BM, STAGES, BLOCKS, tokens, AXIS, 1, HALVES)
+                    odd = warpgroup_mma_wait(num_outstanding=0, deps=(odd,))
+                    low += odd * scale
             arrived(ready, slot, STAGES)
             mbarrier.arrive(free.index(slot % STAGES), count=1)
         base += steps
-        m = gl.expand_dims(m0 + gl.arange(0, BM, layout=tokens), AXIS)
+        m = gl.expand_dims(m0 + gl.arange(0, BM // HALVES, layout=tokens), AXIS)
         n = gl.expand_dims(n0 + gl.arange(0, BN, layout=outputs), 1 - AXIS)
         gl.store(y_ptr + m * N + n, acc.to(gl.bfloat16), mask=m < M)
+        if HALVES == 2:
+            gl.store(y_ptr + (m + 64) * N + n, low.to(gl.bfloat16), mask=m + 64 < M)
 
 
 @gluon.jit
@@ -361,8 +386,8 @@ def shape_of(rows: int) -> int:
 
 
 def tokens_of(rows: int, left: int, tokens: int = 0) -> int:
-    """Tokens of a tile of this form. As the left operand they are 64."""
-    return 64 if left else tokens or shape_of(rows)
+    """Tokens of a tile of this form. As the left operand they are 64 or, with `left` 2, 128."""
+    return 64 * left if left else tokens or shape_of(rows)
 
 
 def fits(
@@ -380,8 +405,8 @@ def fits(
     left operand, small tiles are for few tokens."""
     bm = tokens_of(rows, left, tokens)
     room = stages * ((parts * tile + bm) * 128 + bm * 4) <= 225 * 1024
-    sensible = (rows <= 64 if tile < 64 else rows > 32) if left else tile >= 64
-    registers = parts == 1 or bm * tile <= 4096
+    sensible = (rows <= 64 if tile < 64 else rows > 32 * left) if left else tile >= 64
+    registers = (parts == 1 and left < 2) or bm * tile <= 4096 * max(left, 1)
     return room and registers and sensible and (parts == 1 or columns % (parts * tile) == 0)
 
 
@@ -405,7 +430,7 @@ class Arrangement(NamedTuple):
         tiles_m = cdiv(rows, bm)
         tiles = cdiv(columns, parts * tile) * tiles_m
         most = torch.cuda.get_device_properties().multi_processor_count
-        warps = (bm if left else tile) // 16
+        warps = (64 if left else tile) // 16
         options = {"num_warps": warps, "launch_pdl": True}
         return cls(bm, tiles_m, tiles, warps, (min(tiles, most),), options)
 
@@ -424,14 +449,14 @@ def narrow_matmul(
 ) -> Tensor:
     """Block-scaled x w^T [M, N] BF16 for M <= MOST_ROWS. x_scale [M, K / 128]: unit stride along M; N, K: multiples of 128.
 
-    tile: weight rows of a tile. left: tokens are the left operand, 64 of them; they have to be where a tile is smaller.
-    stages: blocks that the ring holds. parts: one tile, or three, each a warpgroup's, that share the copies of tokens; N is a
+    tile: weight rows of a tile. left: tokens are the left operand, 64 of them or (2) twice as many; they have to be where a tile
+    is smaller. stages: blocks that the ring holds. parts: one tile, or three, each a warpgroup's, that share the copies of tokens; N is a
     multiple of them all.
     """
     rows, depth = x_codes_MK.shape
     columns, count = len(w_codes_NK), depth // 128
     form = Arrangement.of(rows, columns, tile=tile, tokens=tokens, left=left, parts=parts)
-    blocks = 2 if PAIRS and count % 2 == 0 else 1
+    blocks = 2 if PAIRS and count % 2 == stages % 2 == 0 else 1
     assert stages // blocks > 1, "a slot goes back after the next one has arrived"
     y = empty_product(x_codes_MK, w_codes_NK)
     scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
