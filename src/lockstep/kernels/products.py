@@ -53,7 +53,7 @@ the output head."""
 HEAD_START_MS = 0.002
 """How much slower alone a narrow kernel may be than the library: it starts while the kernel before it ends, and lets the next one
 start."""
-ROTATED_BYTES, MOST_COPIES = 4 * (60 << 20), 24
+ROTATED_BYTES, MOST_COPIES = 3 * (60 << 20), 24
 """Weights that are timed in turns outgrow the second-level cache together."""
 Form = dict[str, int]
 """Options of the narrow kernel."""

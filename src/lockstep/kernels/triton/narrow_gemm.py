@@ -3,8 +3,8 @@
     y_TN = sum over blocks of 128 along K, ascending: (w codes x codes^T) * (x scale * w scale), FP32, rounded once
 
 Every tile of the weight has all tokens pass through the second-level cache again, as many bytes as its own where 64 rows of each
-make a tile: with 9 TB/s of that cache, from 128 tokens on it takes longer than reading the weight. Three tiles that share them, and
-128 of them at once, need less; 24,576 rows are 128 times 192.
+make a tile: with 9 TB/s of that cache, from 128 tokens on it takes longer than reading the weight. Three tiles that share
+them, and 128 of them at once, need less; 24,576 rows are 128 times 192.
 
 Either operand may be the left one, whose 64 rows fill the warpgroup instruction. The weight, with tokens as columns: then nothing
 is padded to 64 tokens. Or the tokens, where there are as many: then tiles of the weight may be smaller, which occupies more
@@ -450,8 +450,8 @@ def narrow_matmul(
     """Block-scaled x w^T [M, N] BF16 for M <= MOST_ROWS. x_scale [M, K / 128]: unit stride along M; N, K: multiples of 128.
 
     tile: weight rows of a tile. left: tokens are the left operand, 64 of them or (2) twice as many; they have to be where a tile
-    is smaller. stages: blocks that the ring holds. parts: one tile, or three, each a warpgroup's, that share the copies of tokens; N is a
-    multiple of them all.
+    is smaller. stages: blocks that the ring holds. parts: one tile, or three, each a warpgroup's, that share the copies of
+    tokens; N is a multiple of them all.
     """
     rows, depth = x_codes_MK.shape
     columns, count = len(w_codes_NK), depth // 128
