@@ -7,6 +7,7 @@ Triton 3.6 (`pip install triton==3.6.0`); elsewhere this is skipped.
 
 from __future__ import annotations
 
+import re
 import threading
 from functools import partial
 from typing import Any
@@ -154,3 +155,17 @@ def test_weights_that_are_timed_in_turns_outgrow_the_cache(monkeypatch: pytest.M
     assert [len(products.copies_of(w)) for w in (small, middle, large)] == [products.MOST_COPIES, 4, 1]
     first, *others = products.copies_of(middle)
     assert first is middle and len({w.data_ptr() for w in others} | {middle.data_ptr()}) == 4
+
+
+def test_values_are_written_side_by_side(compiled: Launched) -> None:
+    from lockstep.kernels.triton.rope import write_pages
+
+    rows = torch.zeros(128, 8, 128, dtype=torch.bfloat16)
+    k_pages, v_pages = (torch.zeros(2, 8, *s, dtype=torch.bfloat16) for s in ((64, 128), (128, 64)))
+    write_pages(rows, rows, torch.arange(128), torch.arange(128), k_pages, v_pages, None)
+    ((_, kernel),) = compiled
+    code = kernel.asm["ttgir"]
+    store = [line for line in code.splitlines() if "tt.store" in line][-1]
+    layout = re.findall(r"#blocked\d*", store)[-1]
+    # Rows are the first dimension, and a value's dimension lies 64 elements behind the one before.
+    assert re.search(rf"^{layout} = .*threadsPerWarp = \[32, 1\]", code, re.MULTILINE)

@@ -145,7 +145,7 @@ def step(
     samples: Annotated[int, typer.Option(min=1, help="Samples of a prompt.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a sample.")] = 1024,
-    microbatch_tokens: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch, at most.")] = 6144,
+    microbatch_tokens: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch, at most.")] = 12288,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps; times are medians.")] = 1,
     flow: FlowName = "fp8+kv8",
     save_fp8: SaveFP8 = True,

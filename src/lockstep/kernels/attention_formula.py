@@ -73,8 +73,8 @@ def values_of(x_SGD: Tensor, rows_W: Tensor | None, scale_G: Tensor | None, dtyp
     if rows_W is not None:
         raw = x_SGD.view(torch.uint8) if x_SGD.dtype == E4M3 else x_SGD
         x_SGD = raw[rows_W].view(x_SGD.dtype)
-    if x_SGD.dtype == E4M3:
-        x_SGD = x_SGD.float()
     if scale_G is not None:
+        if x_SGD.dtype == E4M3:
+            x_SGD = x_SGD.float()
         x_SGD = x_SGD.to(torch.promote_types(dtype, torch.float32)) * scale_G[None, :, None]
     return x_SGD.to(dtype)

@@ -14,6 +14,7 @@ A saved tensor is dropped as soon as it was read: at that point the next ones ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,11 +48,13 @@ class Saved:
 
 @dataclass
 class Grads:
-    """The parameter gradients of a layer so far, FP32, by the id of the parameter; only `wanted` ones are computed."""
+    """The parameter gradients of a layer so far, FP32, by the id of the parameter; only `wanted` ones are computed. totals: see
+    `layer_backward`."""
 
     kernels: FusedKernels
     wanted: set[int]
     found: dict[int, Tensor]
+    totals: Mapping[int, Tensor] | None = None
 
     def want_weights(self, projection: Projection) -> bool:
         """Whether some weight of this projection has a gradient."""
@@ -87,9 +90,12 @@ class Grads:
             x = x.dequantize()
         dw = self.kernels.linear_wgrad(columns, x)
         parts = dw.split(projection.sizes) if len(projection.sizes) > 1 else (dw,)
-        for linear, part in zip(projection.linears, parts, strict=True):
-            if id(linear.weight) in self.wanted:
-                self.found[id(linear.weight)] = part
+        kinds = zip(projection.linears, parts, strict=True)
+        found = {id(linear.weight): part for linear, part in kinds if id(linear.weight) in self.wanted}
+        if self.totals is None:
+            self.found.update(found)
+        else:
+            torch._foreach_add_([self.totals[key] for key in found], list(found.values()))
 
     def norm(self, norm: RMSNorm, grad_TK: Tensor, h_TK: Tensor, dh_TK: Tensor) -> Tensor:
         """dh plus the gradient of the norm's input."""
@@ -105,10 +111,19 @@ class Grads:
 
 
 def layer_backward(
-    step: Step, saved: Saved, dh_TK: Tensor, ddelta_TK: Tensor, wanted: set[int]
+    step: Step,
+    saved: Saved,
+    dh_TK: Tensor,
+    ddelta_TK: Tensor,
+    wanted: set[int],
+    totals: Mapping[int, Tensor] | None = None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """(gradient of h and of delta alike, FP32 gradients of the `wanted` parameters by id). Empties `saved`."""
-    grads = Grads(fused_kernels(step.layer.self_attn.o_proj.kernels), wanted, {})
+    """(gradient of h and of delta alike, FP32 gradients of the `wanted` parameters by id). Empties `saved`.
+
+    totals: what weights' gradients are added to, each as soon as it is there and while a cache still holds it; then only
+    those of biases and norms are returned.
+    """
+    grads = Grads(fused_kernels(step.layer.self_attn.o_proj.kernels), wanted, {}, totals)
     dh_TK = _mlp(step, saved, dh_TK.contiguous(), ddelta_TK.contiguous(), grads)
     dh_TK = _attention(step, saved, dh_TK, grads)
     return dh_TK, grads.found

@@ -271,7 +271,7 @@ class CapturedPass:
             step, kept = self.saved.pop()
             saved = step.restored(kept)
             del kept
-            dh_TK, grads = layer_backward(step, saved, dh_TK, dh_TK, wanted)
+            dh_TK, grads = layer_backward(step, saved, dh_TK, dh_TK, wanted, self.graphs.totals)
             self._add(grads)
         self.rows.dh_TK.copy_(dh_TK)
 

@@ -21,6 +21,8 @@ from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 HEADS = 8
 """Heads of one kind that a program takes."""
+WRITTEN = 64
+"""Rows of a head that a program writes to pages."""
 
 
 @triton.jit
@@ -328,41 +330,39 @@ def _write(
     slot_ptr,
     ks_ptr,
     vs_ptr,
+    W,
     G: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
-    GP: tl.constexpr,
+    WB: tl.constexpr,
     KV8: tl.constexpr,
     CODES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    i = tl.program_id(0)
-    row, slot = tl.load(row_ptr + i), tl.load(slot_ptr + i)
-    page, at = slot // 64, slot % 64
-    g, d = tl.arange(0, GP), tl.arange(0, DP)
-    ok = (g < G)[:, None] & (d < D)[None, :]
+    """WB rows of one head. Neighbours mostly go to neighbouring slots; the compiler gives neighbouring threads neighbouring rows
+    where it stores values (it knows of no better order), so what lies side by side in a page is written at once.
+    """
+    i, g = tl.program_id(0) * WB + tl.arange(0, WB), tl.program_id(1)
+    known = i < W
+    row, slot = tl.load(row_ptr + i, mask=known, other=0), tl.load(slot_ptr + i, mask=known, other=0)
+    d = tl.arange(0, DP)
     source = (row * G + g)[:, None] * D + d[None, :]
-    tile = (page * G + g)[:, None] * (64 * D)
+    ok = known[:, None] & (d < D)[None, :]
     k = tl.load(k_ptr + source, mask=ok, other=0.0)
     v = tl.load(v_ptr + source, mask=ok, other=0.0)
+    tile, at = (slot // 64 * G + g) * (64 * D), slot % 64
     k_at, v_at = d, at
     if CODES:
         k_at, v_at = place_of(d, D // 16), place_of(at, 4)
-    k_to = kp_ptr + tile + at * D + k_at[None, :]
-    v_to = vp_ptr + tile + d[None, :] * 64 + v_at
+    k_to = kp_ptr + (tile + at * D)[:, None] + k_at[None, :]
+    v_to = vp_ptr + (tile + v_at)[:, None] + d[None, :] * 64
     if KV8:
-        ks = tl.load(ks_ptr + g, mask=g < G, other=1.0)[:, None]
-        vs = tl.load(vs_ptr + g, mask=g < G, other=1.0)[:, None]
-        k_codes, v_codes = fixed_codes(k.to(tl.float32), ks), fixed_codes(v.to(tl.float32), vs)
+        k = fixed_codes(k.to(tl.float32), tl.load(ks_ptr + g))
+        v = fixed_codes(v.to(tl.float32), tl.load(vs_ptr + g))
         if WIDE:
-            tl.store(k_to, k_codes.to(tl.float32).to(tl.bfloat16), mask=ok)
-            tl.store(v_to, v_codes.to(tl.float32).to(tl.bfloat16), mask=ok)
-        else:
-            tl.store(k_to, k_codes, mask=ok)
-            tl.store(v_to, v_codes, mask=ok)
-    else:
-        tl.store(k_to, k, mask=ok)
-        tl.store(v_to, v, mask=ok)
+            k, v = k.to(tl.float32).to(tl.bfloat16), v.to(tl.float32).to(tl.bfloat16)
+    tl.store(k_to, k, mask=ok)
+    tl.store(v_to, v, mask=ok)
 
 
 def write_pages(
@@ -397,7 +397,7 @@ def _write_pages(
         return
     _, kv_heads, head_dim = k_TGD.shape
     scaled = k_scale is not None
-    _write[(len(rows_W),)](
+    _write[(cdiv(len(rows_W), WRITTEN), kv_heads)](
         k_TGD,
         v_TGD,
         k_pages,
@@ -406,12 +406,13 @@ def _write_pages(
         slots_W,
         k_scale if k_scale is not None else k_TGD,
         v_scale if v_scale is not None else v_TGD,
+        len(rows_W),
         kv_heads,
         head_dim,
         power_of_2(head_dim),
-        power_of_2(kv_heads),
+        WRITTEN,
         scaled,
         k_pages.element_size() == 1,
         scaled and k_pages.element_size() == 2,
-        num_warps=4,
+        num_warps=8,
     )
