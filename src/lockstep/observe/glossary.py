@@ -230,7 +230,9 @@ _CONTROLLER = {
 }
 _SYNC = {
     "sync/version": _m("Version of the weights published at the end of the step.", "count"),
-    "sync/changed_codes_pct": _m("FP8 codes of the weights that the last optimizer step changed.", "%"),
+    "sync/changed_codes_pct": _m(
+        "Elements of the working copies (FP8 codes, BF16 values) that the last optimizer step changed.", "%"
+    ),
     "sync/max_rel_err": _m("Largest relative error of a published tensor against its master.", "ratio"),
     "sync/tensors": _m("Tensors published.", "count"),
     "sync/bytes": _m("Bytes of the engine's working copies, shared with it or sent.", "bytes"),
