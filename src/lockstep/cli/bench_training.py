@@ -87,7 +87,7 @@ def train(
     model: Model = "qwen3-1.7b",
     sequences: Sequences = 4,
     tokens: Tokens = 4096,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of an optimizer step.")] = 1,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of an optimizer step.")] = 8,
     iterations: Iterations = 4,
     flow: FlowName = "fp8",
     save_fp8: SaveFP8 = True,
