@@ -2,9 +2,9 @@
 
     y_TN = sum over blocks of 128 along K, ascending: (w codes x codes^T) * (x scale * w scale), FP32, rounded once
 
-Every tile of the weight has all tokens pass through the second-level cache again, as many bytes as its own where 64 rows of each
-make a tile: with 9 TB/s of that cache, from 128 tokens on it takes longer than reading the weight. Three tiles that share
-them, and 128 of them at once, need less; 24,576 rows are 128 times 192.
+Every tile of the weight takes all tokens from the second-level cache again, as many bytes as its own where 64 rows of each make a
+tile, and shared memory, which copies fill and products read, becomes the limit from 128 tokens on. Three tiles that share them,
+and 128 of them at once, need less; 24,576 rows are 128 times 192.
 
 Either operand may be the left one, whose 64 rows fill the warpgroup instruction. The weight, with tokens as columns: then nothing
 is padded to 64 tokens. Or the tokens, where there are as many: then tiles of the weight may be smaller, which occupies more
