@@ -37,18 +37,15 @@ STEP = 64
 def _copy(
     w_desc,
     x_desc,
-    w_ring,
-    x_ring,
-    ready,
-    free,
-    tiles,
-    tiles_m,
-    count,
+    rings,
+    sizes,
     BN: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """One warp that keeps the ring full, block after block, tile after tile."""
+    w_ring, x_ring, ready, free = rings
+    tiles, tiles_m, count = sizes
     size: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
     first = gl.program_id(0)
     n0, m0 = first // tiles_m * BN, first % tiles_m * BM
@@ -77,16 +74,11 @@ def _copy(
 
 @gluon.jit
 def _multiply(
-    w_ring,
-    x_ring,
-    ready,
-    free,
+    rings,
     y_ptr,
     M,
     N,
-    tiles,
-    tiles_m,
-    count,
+    sizes,
     BN: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
@@ -94,6 +86,8 @@ def _multiply(
     LEFT: gl.constexpr,
 ):
     """The warpgroups that multiply and store. A block is given back when the product after it has begun and it is done."""
+    w_ring, x_ring, ready, free = rings
+    tiles, tiles_m, count = sizes
     AXIS: gl.constexpr = 1 if LEFT else 0
     ROWS: gl.constexpr = BM if LEFT else BN
     COLUMNS: gl.constexpr = BN if LEFT else BM
@@ -148,32 +142,11 @@ def _narrow_bf16(
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(free.index(s), count=1)
     fence_async_shared()
+    rings, sizes = (w_ring, x_ring, ready, free), (tiles, tiles_m, count)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    w_ring,
-                    x_ring,
-                    ready,
-                    free,
-                    y_ptr,
-                    M,
-                    N,
-                    tiles,
-                    tiles_m,
-                    count,
-                    BN,
-                    BM,
-                    STAGES,
-                    WARPS,
-                    LEFT,
-                ),
-            ),
-            (
-                _copy,
-                (w_desc, x_desc, w_ring, x_ring, ready, free, tiles, tiles_m, count, BN, BM, STAGES),
-            ),
+            (_multiply, (rings, y_ptr, M, N, sizes, BN, BM, STAGES, WARPS, LEFT)),
+            (_copy, (w_desc, x_desc, rings, sizes, BN, BM, STAGES)),
         ],
         [1],
         [24],
@@ -190,7 +163,7 @@ def narrow_bf16_matmul(
     left: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x w^T [M, N] in `dtype` for few rows; options are those of `narrow_gemm.narrow_matmul`. Both operands contiguous, their
+    """x w^T [M, N] in `dtype` for few rows; options are those of `narrow_gemm.Arrangement`. Both operands contiguous, their
     starts and rows aligned to 16 bytes."""
     rows, depth = x_MK.shape
     columns = w_NK.shape[0]

@@ -40,8 +40,6 @@ from lockstep.kernels.triton.gemm import empty_product
 from lockstep.kernels.triton.ring import arrived
 from lockstep.kernels.triton.sizes import cdiv
 
-PAIRS = True
-"""Whether blocks travel two by two, where their number is even. No bit depends on it."""
 MOST_ROWS = 256
 """Beyond, the library's larger tiles win."""
 PARTS_REGISTERS = gl.constexpr(160)
@@ -62,14 +60,8 @@ def _copy(
     w_desc,
     x_desc,
     s_desc,
-    w_ring,
-    x_ring,
-    s_ring,
-    ready,
-    free,
-    tiles,
-    tiles_m,
-    count,
+    rings,
+    sizes,
     BN: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
@@ -77,6 +69,8 @@ def _copy(
     PARTS: gl.constexpr,
 ):
     """One warp that keeps the ring full: weight codes, token codes and token scales, slot after slot, tile after tile."""
+    w_ring, x_ring, s_ring, ready, free = rings
+    tiles, tiles_m, count = sizes
     size: gl.constexpr = (
         PARTS * w_desc.block_type.nbytes + x_desc.block_type.nbytes + s_desc.block_type.nbytes
     )
@@ -125,11 +119,11 @@ def _issue(
     PART: gl.constexpr,
     PARTS: gl.constexpr,
     HALF: gl.constexpr = 0,
-    HALVES: gl.constexpr = 1,
 ):
     """Starts the product of block J of a slot that has arrived, of one half of its tokens where they come in two, into registers
     whose content is of no more use."""
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    HALVES: gl.constexpr = BM // 64 if LEFT else 1
     stage = slot % STAGES
     w = w_ring.index(stage * PARTS + PART)._reinterpret(gl.float8e4nv, [BLOCKS, BN, 128], flat).index(J)
     x = x_ring.index(stage)._reinterpret(gl.float8e4nv, [BLOCKS * HALVES, BM // HALVES, 128], flat)
@@ -153,10 +147,10 @@ def _scale(
     tokens: gl.constexpr,
     AXIS: gl.constexpr,
     HALF: gl.constexpr = 0,
-    HALVES: gl.constexpr = 1,
 ):
     """Token scales of block J of a slot, or of a half, times the weight's, along the other axis than AXIS."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    HALVES: gl.constexpr = BM // 64 if AXIS == 1 else 1
     held = s_ring.index(slot % STAGES)._reinterpret(gl.float32, [BLOCKS * HALVES, BM // HALVES], flat)
     held = held.index(J * HALVES + HALF)
     return gl.expand_dims(held.load(tokens) * weight_scale, AXIS)
@@ -170,19 +164,9 @@ def _weight_scale(ws, at, count, following, more):
 
 @gluon.jit
 def _multiply(
-    w_ring,
-    x_ring,
-    s_ring,
-    ready,
-    free,
-    y_ptr,
-    ws_ptr,
-    M,
-    N,
-    ws_n,
-    tiles,
-    tiles_m,
-    count,
+    rings,
+    places,
+    sizes,
     BN: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
@@ -203,6 +187,9 @@ def _multiply(
     A slot is given back after the branch of a wait, so that scales read from it are in registers (`ring.py`). The weight's first
     scale of a round is asked for a round earlier, the very first while the kernel before ends: the others lie in its cache line.
     """
+    w_ring, x_ring, s_ring, ready, free = rings
+    y_ptr, ws_ptr, M, N, ws_n = places
+    tiles, tiles_m, count = sizes
     AXIS: gl.constexpr = 1 if LEFT else 0
     HALVES: gl.constexpr = BM // 64 if LEFT else 1
     ROWS: gl.constexpr = 64 if LEFT else BN
@@ -265,20 +252,16 @@ def _multiply(
             ahead = _weight_scale(ws, (step + 1) * BLOCKS, count, ws_ptr + row, later < tiles)
             arrived(ready, slot, STAGES)
             for j in gl.static_range(BLOCKS):
-                even = _issue(
-                    w_ring, x_ring, even, slot, j, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS, 0, HALVES
-                )
+                even = _issue(w_ring, x_ring, even, slot, j, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS)
                 if HALVES == 2:
-                    odd = _issue(
-                        w_ring, x_ring, odd, slot, j, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS, 1, HALVES
-                    )
+                    odd = _issue(w_ring, x_ring, odd, slot, j, BN, BM, STAGES, BLOCKS, LEFT, PART, PARTS, 1)
                 if j > 0:
                     own = gl.load(ws + step * BLOCKS + j)
-                scale = _scale(s_ring, slot, j, own, BM, STAGES, BLOCKS, tokens, AXIS, 0, HALVES)
+                scale = _scale(s_ring, slot, j, own, BM, STAGES, BLOCKS, tokens, AXIS)
                 even = warpgroup_mma_wait(num_outstanding=HALVES - 1, deps=(even,))
                 acc += even * scale
                 if HALVES == 2:
-                    scale = _scale(s_ring, slot, j, own, BM, STAGES, BLOCKS, tokens, AXIS, 1, HALVES)
+                    scale = _scale(s_ring, slot, j, own, BM, STAGES, BLOCKS, tokens, AXIS, 1)
                     odd = warpgroup_mma_wait(num_outstanding=0, deps=(odd,))
                     low += odd * scale
             arrived(ready, slot, STAGES)
@@ -322,62 +305,28 @@ def _narrow(
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(free.index(s), count=PARTS)
     fence_async_shared()
+    rings, sizes = (w_ring, x_ring, s_ring, ready, free), (tiles, tiles_m, count)
+    places = (y_ptr, ws_ptr, M, N, ws_n)
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        w_ring, x_ring, s_ring, ready, free, y_ptr, ws_ptr, M, N, ws_n, tiles, tiles_m, count,
-                        BN, BM, STAGES, BLOCKS, ROUND, WARPS, LEFT, 0, 1,
-                    ),
-                ),
-                (
-                    _copy,
-                    (
-                        w_desc, x_desc, s_desc, w_ring, x_ring, s_ring, ready, free, tiles, tiles_m, count,
-                        BN, BM, STAGES, BLOCKS, 1,
-                    ),
-                ),
+                (_multiply, (rings, places, sizes, BN, BM, STAGES, BLOCKS, ROUND, WARPS, LEFT, 0, 1)),
+                (_copy, (w_desc, x_desc, s_desc, rings, sizes, BN, BM, STAGES, BLOCKS, 1)),
             ],
             [1],
             [24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        w_ring, x_ring, s_ring, ready, free, y_ptr, ws_ptr, M, N, ws_n, tiles, tiles_m, count,
-                        BN, BM, STAGES, BLOCKS, ROUND, WARPS, LEFT, 0, 3,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        w_ring, x_ring, s_ring, ready, free, y_ptr, ws_ptr, M, N, ws_n, tiles, tiles_m, count,
-                        BN, BM, STAGES, BLOCKS, ROUND, WARPS, LEFT, 1, 3,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        w_ring, x_ring, s_ring, ready, free, y_ptr, ws_ptr, M, N, ws_n, tiles, tiles_m, count,
-                        BN, BM, STAGES, BLOCKS, ROUND, WARPS, LEFT, 2, 3,
-                    ),
-                ),
-                (
-                    _copy,
-                    (
-                        w_desc, x_desc, s_desc, w_ring, x_ring, s_ring, ready, free, tiles, tiles_m, count,
-                        BN, BM, STAGES, BLOCKS, 3,
-                    ),
-                ),
+                (_multiply, (rings, places, sizes, BN, BM, STAGES, BLOCKS, ROUND, WARPS, LEFT, 0, 3)),
+                (_multiply, (rings, places, sizes, BN, BM, STAGES, BLOCKS, ROUND, WARPS, LEFT, 1, 3)),
+                (_multiply, (rings, places, sizes, BN, BM, STAGES, BLOCKS, ROUND, WARPS, LEFT, 2, 3)),
+                (_copy, (w_desc, x_desc, s_desc, rings, sizes, BN, BM, STAGES, BLOCKS, 3)),
             ],
             [WARPS, WARPS, 1],
             [PARTS_REGISTERS, PARTS_REGISTERS, 24],
-        )  # fmt: skip
+        )
 
 
 def shape_of(rows: int) -> int:
@@ -424,8 +373,10 @@ class Arrangement(NamedTuple):
     options: dict[str, int]
 
     @classmethod
-    def of(cls, rows: int, columns: int, *, tile: int, tokens: int, left: int, parts: int = 1) -> Arrangement:
-        """For a product [rows, columns]; the others are options of `narrow_matmul`."""
+    def of(
+        cls, rows: int, columns: int, *, tile: int, left: int, tokens: int = 0, parts: int = 1
+    ) -> Arrangement:
+        """For a product [rows, columns]. tokens: of a tile, instead of `shape_of`; the others are options of `narrow_matmul`."""
         bm = tokens_of(rows, left, tokens)
         tiles_m = cdiv(rows, bm)
         tiles = cdiv(columns, parts * tile) * tiles_m
@@ -443,20 +394,19 @@ def narrow_matmul(
     *,
     tile: int = 64,
     stages: int = 6,
-    tokens: int = 0,
     left: int = 0,
     parts: int = 1,
 ) -> Tensor:
     """Block-scaled x w^T [M, N] BF16 for M <= MOST_ROWS. x_scale [M, K / 128]: unit stride along M; N, K: multiples of 128.
 
     tile: weight rows of a tile. left: tokens are the left operand, 64 of them or (2) twice as many; they have to be where a tile
-    is smaller. stages: blocks that the ring holds. parts: one tile, or three, each a warpgroup's, that share the copies of
-    tokens; N is a multiple of them all.
+    is smaller. stages: blocks that the ring holds; an even number travels two by two. parts: one tile, or three, each a
+    warpgroup's, that share the copies of tokens; N is a multiple of them all.
     """
     rows, depth = x_codes_MK.shape
     columns, count = len(w_codes_NK), depth // 128
-    form = Arrangement.of(rows, columns, tile=tile, tokens=tokens, left=left, parts=parts)
-    blocks = 2 if PAIRS and count % 2 == stages % 2 == 0 else 1
+    form = Arrangement.of(rows, columns, tile=tile, left=left, parts=parts)
+    blocks = 2 if count % 2 == stages % 2 == 0 else 1
     assert stages // blocks > 1, "a slot goes back after the next one has arrived"
     y = empty_product(x_codes_MK, w_codes_NK)
     scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
