@@ -65,6 +65,8 @@ COLUMNS = (
     Column("gradient norm", "mean", "optim/grad_norm"),
     Column("largest", "most", "optim/grad_norm", 1),
 )
+END = Column("reward at the end", "end", "reward")
+"""What arms are told apart by."""
 MISMATCH = (
     Column("mean abs delta log p", "mean", "mismatch/mean_abs_dlogp", 5, "exactly 0"),
     Column("largest", "most", "mismatch/max_abs_dlogp", 3, "exactly 0"),
@@ -211,34 +213,34 @@ def table(
     """Rows of Markdown. paired: heading of a column with the reward's difference from the first arm's, seed by seed."""
     titles = ["arm", "seeds", *(c.title for c in columns), *([paired] if paired else [])]
     rows = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
-    base = {r["seed"]: r["end"].get("reward") for r in records if r["arm"] == arms[0].name}
     for arm in arms:
         own = [r for r in records if r["arm"] == arm.name]
         cells = [cell([c.of(r) for r in own], c.digits, c.zero) for c in columns]
         if paired:
-            pairs = [(r["end"].get("reward"), base.get(r["seed"])) for r in own]
-            less = [a - b for a, b in pairs if a is not None and b is not None]
+            less = seed_by_seed(records, END, arm.name, arms[0].name)
             cells.append("" if arm is arms[0] else cell(less, 3, signed=True))
         rows.append(f"| `{arm.name}` | {len(own)} | {' | '.join(cells)} |")
     return rows
 
 
+def seed_by_seed(records: Sequence[Record], column: Column, arm: str, base: str) -> list[float]:
+    """What an arm has more than another, for every seed of it that both have a value of."""
+    found = {r["seed"]: column.of(r) for r in records if r["arm"] == base}
+    pairs = [(column.of(r), found.get(r["seed"])) for r in records if r["arm"] == arm]
+    return [a - b for a, b in pairs if a is not None and b is not None]
+
+
 def shown(records: Sequence[Record]) -> str:
     """Unified FP8 beside every other arm of its group, seed by seed, and what the runs don't show."""
     lines = ["\n## What the runs show\n"]
-    columns = (
-        Column("reward at the end", "end", "reward"),
-        Column("gained on held-out problems", "gain", "eval/mean@k"),
-    )
+    columns = (END, Column("gained on held-out problems", "gain", "eval/mean@k"))
     for arm in ARMS.values():
         exact = "exact-mini" if arm.mini else "exact"
         if arm.name == exact:
             continue
         words = []
         for column in columns:
-            found = {r["seed"]: column.of(r) for r in records if r["arm"] == exact}
-            pairs = [(found.get(r["seed"]), column.of(r)) for r in records if r["arm"] == arm.name]
-            less = [a - b for a, b in pairs if a is not None and b is not None]
+            less = seed_by_seed(records, column, exact, arm.name)
             if less:
                 ahead = sum(x > 0 for x in less)
                 words.append(

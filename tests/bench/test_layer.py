@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from lockstep.bench.layer import DECODE_BATCH, TRAINING_ROWS, LayerCalls, LayerTimes, Verdict, judge
-from lockstep.bench.timing import Ceilings, copies_for
+from lockstep.bench.timing import Ceilings
+from lockstep.kernels.in_turns import copies_for
 
 Times = tuple[float, float, float, float]
 """FP8 products and inputs, BF16 products and inputs, in milliseconds."""

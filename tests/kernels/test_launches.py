@@ -148,9 +148,9 @@ def test_launches_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_that_are_timed_in_turns_outgrow_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.kernels import products
+    from lockstep.kernels import in_turns, products
 
-    monkeypatch.setattr(products, "ROTATED_BYTES", 1 << 20)
+    monkeypatch.setattr(in_turns, "ROTATED_BYTES", 1 << 20)
     small, middle, large = (torch.ones(n, 64, dtype=torch.bfloat16) for n in (16, 2048, 8193))
     assert [len(products.copies_of(w)) for w in (small, middle, large)] == [products.MOST_COPIES, 4, 1]
     first, *others = products.copies_of(middle)

@@ -28,7 +28,8 @@ from lockstep.bench.goals import Goal
 from lockstep.bench.paged import Paged, make_paged, random_queries
 from lockstep.bench.results import rounded
 from lockstep.bench.shapes import AttentionShape, attentions
-from lockstep.bench.timing import Call, Ceilings, copies_for, events_ms, graph_ms
+from lockstep.bench.timing import Call, Ceilings, events_ms, graph_ms
+from lockstep.kernels.in_turns import copies_for
 
 PREFILL = ((16, 1024), (8, 2048), (4, 4096), (2, 8192))
 DECODE = ((64, 1024), (64, 2048), (64, 8192), (256, 1536), (8, 16_384))

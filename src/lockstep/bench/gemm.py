@@ -35,7 +35,8 @@ from lockstep.bench.products import (
 )
 from lockstep.bench.results import rounded
 from lockstep.bench.shapes import CHECKED_ROWS, MODELS, ROWS, LinearShape, linears
-from lockstep.bench.timing import Ceilings, copies_for, events_ms, graph_ms
+from lockstep.bench.timing import Ceilings, events_ms, graph_ms
+from lockstep.kernels.in_turns import copies_for
 
 GRAPH_ROWS = 256
 """Up to this many rows a product is timed in a graph over rotated weights."""

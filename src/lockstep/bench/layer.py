@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from lockstep.bench.shapes import LinearShape, layer_linears
-from lockstep.bench.timing import Call, copies_for, events_ms, graph_ms
+from lockstep.bench.timing import Call, events_ms, graph_ms
+from lockstep.kernels.in_turns import copies_for
 from lockstep.kernels.reference import PackedWeight, ReferenceKernels
 from lockstep.numerics.formats import BLOCK, square_blocks
 from lockstep.numerics.quantize import Quantized, quantize

@@ -1,9 +1,8 @@
 """Times of device work, and the ceilings they are held against.
 
 Two clocks. `events_ms` puts device events around each call and empties the L2 before it: for work that takes long against a
-launch. `graph_ms` captures many calls in one CUDA graph: for decode, where a launch costs more than the work. Repeated over one
-weight it would time the L2, so it takes one call for each copy of the operands and goes round; `copies_for` says how many
-copies outgrow the L2 (a decode step meets each weight once, cold).
+launch. `graph_ms` captures many calls in one CUDA graph: for decode, where a launch costs more than the work. It takes one call
+for each copy of the operands and goes round (`../kernels/in_turns.py`).
 
 The ceilings are what this card reaches in the same process: a large device copy, bytes read plus written, and a large BF16
 product of random values. FP8 is given twice the BF16 rate, as the tensor cores have it. The least time of some work is the
@@ -14,16 +13,14 @@ Next: `gemm.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from lockstep.kernels.in_turns import captured
+
 Call = Callable[[], object]
-L2_BYTES = 50_000_000
-"""Of an H100 (an H200 has 60 MB)."""
-ROTATED_BYTES = 4 * L2_BYTES
 LAUNCHES = 20
 """Calls in a graph, at least."""
 
@@ -72,22 +69,8 @@ def graph_ms(calls: Sequence[Call], *, rep_ms: int = 50) -> float:
     """Median milliseconds of one call, taken in turns within one CUDA graph; a whole number of rounds, at least LAUNCHES."""
     from triton.testing import do_bench
 
-    for call in calls:  # compiles, allocates, proves what has to be proven: nothing of that can be captured
-        call()
-    torch.cuda.synchronize()
-    rounds = math.ceil(LAUNCHES / len(calls))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    ms = float(do_bench(graph.replay, warmup=10, rep=rep_ms, return_mode="median"))
-    return ms / (rounds * len(calls))
-
-
-def copies_for(nbytes: int) -> int:
-    """How many operands of this size outgrow the L2 together, so that each is read from memory in its turn."""
-    return max(1, math.ceil(ROTATED_BYTES / max(nbytes, 1)))
+    graph, count = captured(calls, LAUNCHES)
+    return float(do_bench(graph.replay, warmup=10, rep=rep_ms, return_mode="median")) / count
 
 
 def measure_ceilings() -> Ceilings:

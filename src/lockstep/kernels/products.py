@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lockstep.kernels.in_turns import captured, copies_for
 from lockstep.kernels.library import scaled_mm_codes
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton import gemm, narrow_bf16, narrow_gemm
@@ -53,8 +54,8 @@ the output head."""
 HEAD_START_MS = 0.002
 """How much slower alone a narrow kernel may be than the library: it starts while the kernel before it ends, and lets the next one
 start."""
-ROTATED_BYTES, MOST_COPIES = 3 * (60 << 20), 24
-"""Weights that are timed in turns outgrow the second-level cache together."""
+MOST_COPIES = 24
+"""Of a weight that is timed in turns."""
 Form = dict[str, int]
 """Options of the narrow kernel."""
 
@@ -235,24 +236,14 @@ def _random(rows: int, w_codes_NK: Tensor, *, seed: int) -> Tensor:
 
 def copies_of(weight: Tensor) -> list[Tensor]:
     """The weight, and as many copies as it takes that none is in the second-level cache when its turn comes again."""
-    count = min(-(-ROTATED_BYTES // (weight.numel() * weight.element_size())), MOST_COPIES)
+    count = min(copies_for(weight.nbytes), MOST_COPIES)
     return [weight, *(weight.clone() for _ in range(count - 1))]
 
 
 def elapsed(launches: Sequence[Callable[[], object]], repeats: int = 24) -> float:
-    """Milliseconds of one of these launches in turns, within a graph.
-
-    One follows the other as in a decode step, so what a kernel does while the one before ends counts for it. (Emptying the cache
-    between two by writing to it does not work: what was written is still to be written back, and each kernel pays for that.)
-    """
-    launches = list(launches)
-    for launch in launches:
-        launch()
-    torch.cuda.synchronize()
-    graph, rounds = torch.cuda.CUDAGraph(), -(-repeats // len(launches))
-    with torch.cuda.graph(graph):
-        for launch in rounds * launches:
-            launch()
+    """Milliseconds of one of these launches in turns, within a graph: one follows the other as in a decode step, so what a kernel
+    does while the one before ends counts for it."""
+    graph, count = captured(launches, repeats)
     times = []
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -261,4 +252,4 @@ def elapsed(launches: Sequence[Callable[[], object]], repeats: int = 24) -> floa
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return float(sorted(times)[2]) / (rounds * len(launches))
+    return float(sorted(times)[2]) / count

@@ -95,7 +95,7 @@ class Grads:
         if self.totals is None:
             self.found.update(found)
         else:
-            torch._foreach_add_([self.totals[key] for key in found], list(found.values()))
+            add_to(self.totals, found)
 
     def norm(self, norm: RMSNorm, grad_TK: Tensor, h_TK: Tensor, dh_TK: Tensor) -> Tensor:
         """dh plus the gradient of the norm's input."""
@@ -108,6 +108,12 @@ class Grads:
         """A norm's weight gradient, where it is wanted."""
         if norm is not None and dw is not None and id(norm.weight) in self.wanted:
             self.found[id(norm.weight)] = dw
+
+
+def add_to(totals: Mapping[int, Tensor], grads: Mapping[int, Tensor]) -> None:
+    """Adds gradients to totals of the same keys."""
+    if grads:
+        torch._foreach_add_([totals[key] for key in grads], list(grads.values()))
 
 
 def layer_backward(

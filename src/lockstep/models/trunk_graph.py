@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lockstep.kernels.attention_index import Run
 from lockstep.models.fused import fused_kernels, normed, weight_of
-from lockstep.models.fused_backward import Saved, layer_backward
+from lockstep.models.fused_backward import Saved, add_to, layer_backward
 from lockstep.models.fused_layer import Step, parameters_of
 from lockstep.nn.device_context import DevicePacked
 from lockstep.nn.kv_scales import AmaxCollector, KVScales
@@ -260,24 +260,20 @@ class CapturedPass:
         rows.out_TK.copy_(out)
 
     def _backward(self) -> None:
-        norm, wanted = self.decoder.model.norm, {id(p) for p in self.parameters}
+        norm, wanted, totals = self.decoder.model.norm, {id(p) for p in self.parameters}, self.graphs.totals
         assert norm.working.plain is not None and self.last_TK is not None
         dh_TK, dw = self.kernels.norm_grad(
             self.rows.grad_TK, self.last_TK, norm.working.plain, norm.eps, None
         )
-        self._add({id(norm.weight): dw} if id(norm.weight) in wanted else {})
+        add_to(totals, {id(norm.weight): dw} if id(norm.weight) in wanted else {})
         self.last_TK = None  # what a later capture may overwrite, like everything that was saved
         while self.saved:
             step, kept = self.saved.pop()
             saved = step.restored(kept)
             del kept
-            dh_TK, grads = layer_backward(step, saved, dh_TK, dh_TK, wanted, self.graphs.totals)
-            self._add(grads)
+            dh_TK, grads = layer_backward(step, saved, dh_TK, dh_TK, wanted, totals)
+            add_to(totals, grads)
         self.rows.dh_TK.copy_(dh_TK)
-
-    def _add(self, grads: dict[int, Tensor]) -> None:
-        if grads:
-            torch._foreach_add_([self.graphs.totals[key] for key in grads], list(grads.values()))
 
 
 class _Replayed(torch.autograd.Function):
