@@ -271,3 +271,62 @@ def test_no_tokens(kernels: SimpleNamespace) -> None:
     assert out.shape == (0, 256) and not dw.any()
     found = kernels.swiglu.swiglu_backward(x, random(0, 512, seed=3), pow2=False, fp8=False)
     assert found.shape == (0, 512)
+
+
+@pytest.mark.parametrize("sizes", [(256, 256, 128), (576, 1536, 256), (4096, 2048, 3072), (1536, 576, 384)])
+def test_a_weight_gradient_is_added_in_place(sizes: tuple[int, int, int]) -> None:
+    """With the bits of product and addition, launched and replayed; each call reads the scales of its own operands."""
+    from lockstep.kernels.library import add_columns, scaled_mm_columns
+    from lockstep.kernels.triton.columns import quantize_both
+
+    columns, width, tokens = sizes
+
+    def operands(seed: int) -> tuple[Quantized, Quantized]:
+        found = [
+            quantize_both(random(tokens, n, seed=seed + n), pow2=False, rows=False)[1]
+            for n in (columns, width)
+        ]
+        grad, x = (Quantized(*part, (1, BLOCK)) for part in found if part is not None)
+        return grad, x
+
+    first, second = operands(1), operands(2)
+    total = random(columns, width, seed=3).float()
+    want = total + scaled_mm_columns(*first)
+    assert not torch.equal(want, total)
+    assert add_columns(total, *first)
+    assert torch.equal(total, want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert add_columns(total, *second)
+    for _ in range(2):
+        want = want + scaled_mm_columns(*second)
+        graph.replay()
+        assert torch.equal(total, want)
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["all", "listed"])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_codes_of_keys_and_values_are_widened(dim: int, listed: bool) -> None:
+    from lockstep.kernels.attention_formula import values_of
+    from lockstep.kernels.triton.kv import kv_codes, kv_values
+
+    scale = torch.tensor([0.01, 0.02, 0.003], device="cuda")
+    k, v = (kv_codes(random(700, 3, dim, seed=s), scale) for s in (1, 2))
+    rows = torch.tensor([5, 699, 0, 5, 44], device="cuda") if listed else None
+    for found, codes in zip(kv_values(k, v, rows), (k, v), strict=True):
+        assert torch.equal(found, values_of(codes, rows, None, torch.bfloat16))
+
+
+def test_rows_that_do_not_count_are_not_watched() -> None:
+    from lockstep.kernels.triton.kv import watch
+
+    k, v = random(300, 4, 64, seed=1), random(300, 4, 64, seed=2)
+    seen = torch.arange(300, device="cuda") < 200
+    k[250], v[210] = 100.0, float("inf")
+    scales = (torch.full((4,), 0.004, device="cuda"), torch.full((4,), 0.006, device="cuda"))
+    found = []
+    for some in ((k, v, seen), (k[:200].contiguous(), v[:200].contiguous(), None)):
+        maxima, count = torch.zeros(2, 4, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")
+        watch(*some[:2], scales, maxima, count, some[2])
+        found.append((maxima, int(count)))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1] > 0

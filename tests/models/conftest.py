@@ -100,10 +100,16 @@ class FusedReference(ReferenceKernels):
         return (out if codes is None else quantize(out.flatten(1), row_groups(codes))), lse_TH
 
     def watch_kv(
-        self, k_TGD: Tensor, v_TGD: Tensor, scales: Scales | None, maxima_2G: Tensor, saturated_1: Tensor
+        self,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        scales: Scales | None,
+        maxima_2G: Tensor,
+        saturated_1: Tensor,
+        seen_T: Tensor | None = None,
     ) -> None:
         self.note("watch_kv")
-        for i, x in enumerate((k_TGD, v_TGD)):
+        for i, x in enumerate((k_TGD, v_TGD) if seen_T is None else (k_TGD[seen_T], v_TGD[seen_T])):
             maxima_2G[i].copy_(torch.maximum(maxima_2G[i], x.abs().amax((0, 2)).float()))
             if scales is not None:
                 saturated_1 += saturated(x, scales[i]).sum()
@@ -128,8 +134,8 @@ class FusedReference(ReferenceKernels):
         parts = [x.transpose() if isinstance(x, Quantized) else x for x in (grad_TN, x_TK)]
         return values_of(parts[0]).t() @ values_of(parts[1])
 
-    def add_wgrad(self, total_NK: Tensor, grad_TN: Tensor, x_TK: Tensor) -> None:
-        total_NK += grad_TN.float().t() @ x_TK.float()
+    def add_wgrad(self, total_NK: Tensor, grad_TN: Rows, x_TK: Rows) -> None:
+        total_NK += self.linear_wgrad(grad_TN, x_TK)
 
     def swiglu_grad(
         self, grad_TN: Tensor, gate_up: Rows, operand: Operand | None

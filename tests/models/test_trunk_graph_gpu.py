@@ -117,7 +117,7 @@ def test_it_is_the_pass_kernel_by_kernel(name: str, flow: str, checkpointing: bo
     graphs = captured.graphs
     assert graphs is not None and len(graphs.passes) == 4
     for one_pass in graphs.passes.values():  # the work itself, over what was put in last
-        rows, totals = one_pass.rows, [graphs.totals[id(p)] for p in one_pass.parameters]
+        rows, totals = one_pass.rows, [graphs.totals.parts[id(p)] for p in one_pass.parameters]
         found = []
         for forward, backward in (
             (one_pass.forward, one_pass.backward),

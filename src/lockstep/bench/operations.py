@@ -213,9 +213,18 @@ def _rotations(make: Maker, found: Tables) -> list[Call]:
     maxima, count = make.positive(2, 3, G)[:, 1], make.listed([0], torch.int64)
     return [
         *made,
-        Call("watch_kv", (k, v, *scales, maxima, count), []),
-        Call("watch_kv", (k, v, None, None, maxima, count), []),
+        Call(
+            "watch_kv",
+            (k, v, *scales, maxima, count, make.listed([True] * (T - 1) + [False], torch.bool)),
+            [],
+        ),
+        Call("watch_kv", (k, v, None, None, maxima, count, None), []),
         Call("kv_codes", (k, scales[0]), [dense(T, G, D, dtype=E4M3)]),
+        *(
+            Call("kv_values", (*codes, listed), [dense(n, G, D), dense(n, G, D)])
+            for codes in [(make.some(T, G, D, dtype=E4M3), make.some(T, G, D, dtype=E4M3))]
+            for listed, n in ((None, T), (make.listed([0, 2, 1, 0], torch.int64), 4))
+        ),
     ]
 
 

@@ -192,9 +192,9 @@ def _ours(ceilings: Ceilings, decoder: Decoder, work: Work, name: str, label: st
 
 
 def decode_profile(decoder: Decoder, work: Work) -> list[str]:
-    """Where decode steps spend their time half-way through the work. Prompts are as long as sequences are then, and come from
-    the prefix cache, so that hardly anything else is in it."""
-    keys = work.prompt_tokens + work.new_tokens // 2
+    """Where decode steps spend their time half-way through the work. Prompts are as long as sequences are then, and all but their
+    last token come from the prefix cache, so that hardly anything else is in it."""
+    keys = (work.prompt_tokens + work.new_tokens // 2) // PAGE * PAGE + 1
     longer = Work(work.prompts, keys, PROFILED_TOKENS)
     engine = _engine(decoder, longer, prefix_cache=True)
     asked = _requests(longer.ids(decoder.spec.vocab_size), PROFILED_TOKENS)

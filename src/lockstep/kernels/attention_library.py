@@ -37,6 +37,8 @@ from lockstep.kernels.attention_form import PLAIN, AttentionForm
 from lockstep.kernels.attention_formula import formula_grad, values_of
 from lockstep.kernels.gradient_index import Dense, GradientIndex
 from lockstep.kernels.triton.attention_backward import sum_rows, two_pass_grad
+from lockstep.kernels.triton.kv import kv_values
+from lockstep.numerics.formats import E4M3
 
 if TYPE_CHECKING:
     from lockstep.kernels.packed_index import PackedIndex, StaticIndex
@@ -103,9 +105,12 @@ def attention_grad(
     if form.k_scale_G is not None and form.v_scale_G is not None:
         scales = (form.k_scale_G, form.v_scale_G)
     # Our kernels take codes' values and the scales apart; the library takes their product, rounded to BF16.
-    k_by, v_by = (None, None) if scales is None or path == "two-pass" else scales
-    k = values_of(k_SGD, tables.rows_W, k_by, torch.bfloat16).contiguous()
-    v = values_of(v_SGD, tables.rows_W, v_by, torch.bfloat16).contiguous()
+    if path == "two-pass" and k_SGD.dtype == v_SGD.dtype == E4M3:
+        k, v = kv_values(k_SGD.contiguous(), v_SGD.contiguous(), tables.rows_W)
+    else:
+        k_by, v_by = (None, None) if scales is None or path == "two-pass" else scales
+        k = values_of(k_SGD, tables.rows_W, k_by, torch.bfloat16).contiguous()
+        v = values_of(v_SGD, tables.rows_W, v_by, torch.bfloat16).contiguous()
     grad, q, out = (x.contiguous() for x in (grad_THD, q_THD, out_THD))
     if path == "cudnn":
         dq, dk, dv = _cudnn_grad(grad, q, k, v, out, lse_TH, tables)

@@ -91,10 +91,16 @@ class FusedKernels(Protocol):
         `codes`, o is 1x128 codes [T, H D]: what `quantize_rows` makes of it, and D is 128."""
 
     def watch_kv(
-        self, k_TGD: Tensor, v_TGD: Tensor, scales: Scales | None, maxima_2G: Tensor, saturated: Tensor
+        self,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        scales: Scales | None,
+        maxima_2G: Tensor,
+        saturated: Tensor,
+        seen_T: Tensor | None = None,
     ) -> None:
         """Raises `maxima_2G` (FP32) to the absolute maxima of keys and values; NaN and infinity stay in them. `saturated` (int64,
-        one element) grows by the number of elements beyond the range of `scales`."""
+        one element) grows by the number of elements beyond the range of `scales`. seen_T: bool, the rows that count."""
 
     # Packs in fixed storage ------------------------------------------------------------------------------------
 
@@ -124,8 +130,8 @@ class FusedKernels(Protocol):
     def linear_wgrad(self, grad: Rows, x: Rows) -> Tensor:
         """grad^T x in FP32, [N, K], of two columns or of two plain matrices [T, N], [T, K]."""
 
-    def add_wgrad(self, total_NK: Tensor, grad_TN: Tensor, x_TK: Tensor) -> None:
-        """Adds grad^T x of plain matrices to an FP32 total."""
+    def add_wgrad(self, total_NK: Tensor, grad: Rows, x: Rows) -> None:
+        """Adds grad^T x, both as for `linear_wgrad`, to an FP32 total; of two columns with the bits of product and addition."""
 
     def swiglu_grad(
         self, grad_TN: Tensor, gate_up: Rows, operand: Operand | None

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lockstep.kernels import products
 from lockstep.kernels.fused import Norms, Rows, Scales
-from lockstep.kernels.library import library_scale, scaled_mm, scaled_mm_columns, takes_columns
+from lockstep.kernels.library import add_columns, library_scale, scaled_mm, scaled_mm_columns, takes_columns
 from lockstep.kernels.reference import PackedWeight, ReferenceKernels
 from lockstep.kernels.triton import columns as _columns
 from lockstep.kernels.triton import (
@@ -106,9 +106,13 @@ class HopperGradients(ReferenceKernels):
             return torch.mm(_plain(grad_TN), _plain(x_TK).t(), out_dtype=torch.float32)
         return torch.mm(_plain(grad_TN).t(), _plain(x_TK), out_dtype=torch.float32)
 
-    def add_wgrad(self, total_NK: Tensor, grad_TN: Tensor, x_TK: Tensor) -> None:
+    def add_wgrad(self, total_NK: Tensor, grad_TN: Rows, x_TK: Rows) -> None:
         """See `FusedKernels`."""
-        torch.addmm(total_NK, grad_TN.t(), x_TK, out_dtype=torch.float32, out=total_NK)
+        if isinstance(grad_TN, Quantized) and isinstance(x_TK, Quantized):
+            if not add_columns(total_NK, grad_TN, x_TK):
+                total_NK += self.linear_wgrad(grad_TN, x_TK)
+        else:
+            torch.addmm(total_NK, _plain(grad_TN).t(), _plain(x_TK), out_dtype=torch.float32, out=total_NK)
 
     # Norm, rotary embedding, activation ------------------------------------------------------------------------
 
@@ -153,10 +157,16 @@ class HopperGradients(ReferenceKernels):
     # Keys and values -------------------------------------------------------------------------------------------
 
     def watch_kv(
-        self, k_TGD: Tensor, v_TGD: Tensor, scales: Scales | None, maxima_2G: Tensor, saturated: Tensor
+        self,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        scales: Scales | None,
+        maxima_2G: Tensor,
+        saturated: Tensor,
+        seen_T: Tensor | None = None,
     ) -> None:
         """See `FusedKernels`; one launch."""
-        kv.watch(k_TGD, v_TGD, scales, maxima_2G, saturated)
+        kv.watch(k_TGD, v_TGD, scales, maxima_2G, saturated, seen_T)
 
     def quantize_kv(self, x_SGD: Tensor, scale_G: Tensor) -> Tensor:
         """See the reference; one launch."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.kernels import cublaslt
 from lockstep.numerics.formats import BLOCK, E4M3
 from lockstep.numerics.quantize import Quantized
 
@@ -62,6 +63,13 @@ def scaled_mm_codes(codes: Tensor, scale: Tensor, w_codes_NK: Tensor, w_scale: T
 def takes_columns(grad: Quantized, x: Quantized) -> bool:
     """Whether the library multiplies these columns."""
     return grad.shape[0] % ALIGNED == 0 and x.shape[0] % ALIGNED == 0
+
+
+def add_columns(total_NK: Tensor, grad: Quantized, x: Quantized) -> bool:
+    """Adds `scaled_mm_columns` to FP32 totals in place, with the bits of product and addition, where the library can: says so."""
+    if not takes_columns(grad, x):
+        return False
+    return cublaslt.add_columns(total_NK, grad.codes, grad.scale, x.codes, x.scale)
 
 
 def scaled_mm_columns(grad: Quantized, x: Quantized) -> Tensor:

@@ -40,7 +40,7 @@ NARROW = (
     {"stages": 8, "left": 2},
     {"stages": 5, "left": 2, "parts": 3},
 )
-"""Forms of the FP8 kernel that were fastest somewhere; each costs a compilation. (The last two have not been timed yet.)"""
+"""Forms of the FP8 kernel that were fastest somewhere; each costs a compilation."""
 NARROW_BF16 = (
     {"stages": 12},
     {"stages": 9},

@@ -46,6 +46,31 @@ class Saved:
     y: Quantized | None
 
 
+@dataclass(frozen=True)
+class Totals:
+    """What gradients are added to, FP32. parts: by the id of the parameter. stacks: by the ids of a projection's weights, one
+    tensor whose rows are theirs."""
+
+    parts: dict[int, Tensor]
+    stacks: dict[tuple[int, ...], Tensor]
+
+    def add(self, grads: Mapping[int, Tensor]) -> None:
+        """Adds gradients to the totals of the same parameters."""
+        if grads:
+            torch._foreach_add_([self.parts[key] for key in grads], list(grads.values()))
+
+    def stack(self, projection: Projection, wanted: set[int]) -> Tensor | None:
+        """Of all weights of a projection, if all are wanted."""
+        return (
+            self.stacks.get(weights_key(projection)) if wanted.issuperset(weights_key(projection)) else None
+        )
+
+
+def weights_key(projection: Projection) -> tuple[int, ...]:
+    """Ids of a projection's weights."""
+    return tuple(id(linear.weight) for linear in projection.linears)
+
+
 @dataclass
 class Grads:
     """The parameter gradients of a layer so far, FP32, by the id of the parameter; only `wanted` ones are computed. totals: see
@@ -54,7 +79,7 @@ class Grads:
     kernels: FusedKernels
     wanted: set[int]
     found: dict[int, Tensor]
-    totals: Mapping[int, Tensor] | None = None
+    totals: Totals | None = None
 
     def want_weights(self, projection: Projection) -> bool:
         """Whether some weight of this projection has a gradient."""
@@ -88,6 +113,10 @@ class Grads:
             x = self.kernels.regroup(x, projection.linears[0].flow.wgrad.rhs)
         elif isinstance(x, Quantized):
             x = x.dequantize()
+        total = None if self.totals is None else self.totals.stack(projection, self.wanted)
+        if total is not None and isinstance(columns, Quantized):
+            self.kernels.add_wgrad(total, columns, x)
+            return
         dw = self.kernels.linear_wgrad(columns, x)
         parts = dw.split(projection.sizes) if len(projection.sizes) > 1 else (dw,)
         kinds = zip(projection.linears, parts, strict=True)
@@ -95,7 +124,7 @@ class Grads:
         if self.totals is None:
             self.found.update(found)
         else:
-            add_to(self.totals, found)
+            self.totals.add(found)
 
     def norm(self, norm: RMSNorm, grad_TK: Tensor, h_TK: Tensor, dh_TK: Tensor) -> Tensor:
         """dh plus the gradient of the norm's input."""
@@ -110,24 +139,18 @@ class Grads:
             self.found[id(norm.weight)] = dw
 
 
-def add_to(totals: Mapping[int, Tensor], grads: Mapping[int, Tensor]) -> None:
-    """Adds gradients to totals of the same keys."""
-    if grads:
-        torch._foreach_add_([totals[key] for key in grads], list(grads.values()))
-
-
 def layer_backward(
     step: Step,
     saved: Saved,
     dh_TK: Tensor,
     ddelta_TK: Tensor,
     wanted: set[int],
-    totals: Mapping[int, Tensor] | None = None,
+    totals: Totals | None = None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """(gradient of h and of delta alike, FP32 gradients of the `wanted` parameters by id). Empties `saved`.
 
-    totals: what weights' gradients are added to, each as soon as it is there and while a cache still holds it; then only
-    those of biases and norms are returned.
+    totals: what weights' gradients are added to, in FP8 by the product itself, else as soon as they are there; then only those
+    of biases and norms are returned.
     """
     grads = Grads(fused_kernels(step.layer.self_attn.o_proj.kernels), wanted, {}, totals)
     dh_TK = _mlp(step, saved, dh_TK.contiguous(), ddelta_TK.contiguous(), grads)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lockstep.kernels.attention_index import Run
 from lockstep.models.fused import fused_kernels, normed, weight_of
-from lockstep.models.fused_backward import Saved, add_to, layer_backward
+from lockstep.models.fused_backward import Saved, Totals, layer_backward, weights_key
 from lockstep.models.fused_layer import Step, parameters_of
 from lockstep.nn.device_context import DevicePacked
 from lockstep.nn.kv_scales import AmaxCollector, KVScales
@@ -33,6 +33,7 @@ from lockstep.nn.mlp import MLP
 
 if TYPE_CHECKING:
     from lockstep.models.decoder import Decoder
+    from lockstep.nn.linear import Projection
 
 MOST_ROWS = 16384
 """Packs of more rows are launched one by one: the host keeps up, and they would hold much memory."""
@@ -56,7 +57,7 @@ class TrunkGraphs:
 
     def __init__(self) -> None:
         self.passes: dict[Hashable, CapturedPass] = {}
-        self.totals: dict[int, Tensor] = {}
+        self.totals = Totals({}, {})
         self.turn = 0
         self._rows: PassRows | None = None
         self._captured_rows = 0
@@ -118,7 +119,7 @@ class TrunkGraphs:
         places = (*decoder.places(), *parameters)
         if places != self._places:
             self._drop()
-            self.totals = {}
+            self.totals = Totals({}, {})
         self._seen, self._places = seen, places
 
     def _drop(self) -> None:
@@ -128,7 +129,7 @@ class TrunkGraphs:
 
 @dataclass(frozen=True)
 class PassRows:
-    """What goes into and comes out of a pass, [T, K]: rows, final states and their gradients. position_T, counting_T, seen_T11:
+    """What goes into and comes out of a pass, [T, K]: rows, final states and their gradients. position_T, counting_T, seen_T:
     see `CapturedPass.load`. All passes share the storage."""
 
     h_TK: Tensor
@@ -137,7 +138,7 @@ class PassRows:
     dh_TK: Tensor
     position_T: Tensor
     counting_T: Tensor
-    seen_T11: Tensor
+    seen_T: Tensor
 
     @classmethod
     def like(cls, h_TK: Tensor, rows: int) -> PassRows:
@@ -145,7 +146,7 @@ class PassRows:
         device = h_TK.device
         matrices = [torch.zeros(rows, h_TK.shape[1], dtype=h_TK.dtype, device=device) for _ in range(4)]
         counting = torch.arange(rows, device=device)
-        seen = torch.ones(rows, 1, 1, dtype=h_TK.dtype, device=device)
+        seen = torch.ones(rows, dtype=torch.bool, device=device)
         h, out, grad, dh = matrices
         return cls(h, out, grad, dh, counting.clone(), counting, seen)
 
@@ -183,14 +184,33 @@ class CapturedPass:
         self.collector: AmaxCollector | None = None
         if context.collector is not None:
             self.collector = AmaxCollector(spec.num_layers, spec.num_kv_heads, device)
-        for parameter in self.parameters:
-            if id(parameter) not in graphs.totals:
-                graphs.totals[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
+        self._make_totals()
         self.saved: list[tuple[Step, Tensor | Saved]] = []
         self.last_TK: Tensor | None = None
         self.uses = 0
         self.forward: Callable[[], None] = self._forward
         self.backward: Callable[[], None] = self._backward
+
+    def _make_totals(self) -> None:
+        """Where they aren't yet: those of weights that share an input as rows of one tensor."""
+        totals = self.graphs.totals
+        for projection in self._projections():
+            key, weights = weights_key(projection), [linear.weight for linear in projection.linears]
+            if key not in totals.stacks and all(
+                w.requires_grad and id(w) not in totals.parts for w in weights
+            ):
+                stack = torch.zeros(sum(projection.sizes), weights[0].shape[1], device=weights[0].device)
+                totals.stacks[key] = stack
+                totals.parts.update(zip(key, stack.split(projection.sizes), strict=True))
+        for parameter in self.parameters:
+            if id(parameter) not in totals.parts:
+                totals.parts[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
+
+    def _projections(self) -> Iterator[Projection]:
+        """Of all layers."""
+        for layer in self.decoder.model.layers:
+            attention, mlp = cast("Any", layer).self_attn, cast("Any", layer).mlp
+            yield from (attention.qkv, attention.o_proj.alone, mlp.gate_up, mlp.down_proj.alone)
 
     def capture(self, pool: Any) -> None:
         """From now on, replays. The work was done before, so that kernels are compiled and products proven."""
@@ -209,8 +229,8 @@ class CapturedPass:
         rows.h_TK[:count], rows.position_T[:count] = h_TK, context.positions_T
         rows.h_TK[count:].zero_()
         rows.position_T[count:] = rows.counting_T[: len(rows.h_TK) - count]
-        rows.seen_T11[:count].fill_(1.0)
-        rows.seen_T11[count:].zero_()
+        rows.seen_T[:count].fill_(True)
+        rows.seen_T[count:].fill_(False)
         self.index.fill(runs)
         if self.scales is not None and context.scales is not None:
             self.scales.k.copy_(context.scales.k)
@@ -220,16 +240,14 @@ class CapturedPass:
 
     def ready(self) -> None:
         """Makes what the backward pass reads of the weights, where a version is new."""
-        for layer in self.decoder.model.layers:
-            attention, mlp = cast("Any", layer).self_attn, cast("Any", layer).mlp
-            for projection in (attention.qkv, attention.o_proj.alone, mlp.gate_up, mlp.down_proj.alone):
-                self.kernels.ready(weight_of(projection))
+        for projection in self._projections():
+            self.kernels.ready(weight_of(projection))
 
     def begin_totals(self) -> None:
         """The totals become the gradients: zero where there is none, else what was there."""
         fresh = []
         for parameter in self.parameters:
-            total, held = self.graphs.totals[id(parameter)], parameter.grad
+            total, held = self.graphs.totals.parts[id(parameter)], parameter.grad
             if held is total:
                 continue
             if held is None:
@@ -248,7 +266,7 @@ class CapturedPass:
             self.scales,
             collector=self.collector,
             quantize=self.quantize,
-            seen_T11=rows.seen_T11,
+            seen_T=rows.seen_T,
         )
         h_TK, delta_TK, self.saved = rows.h_TK, None, []
         for number in range(len(decoder.model.layers)):
@@ -265,14 +283,14 @@ class CapturedPass:
         dh_TK, dw = self.kernels.norm_grad(
             self.rows.grad_TK, self.last_TK, norm.working.plain, norm.eps, None
         )
-        add_to(totals, {id(norm.weight): dw} if id(norm.weight) in wanted else {})
+        totals.add({id(norm.weight): dw} if id(norm.weight) in wanted else {})
         self.last_TK = None  # what a later capture may overwrite, like everything that was saved
         while self.saved:
             step, kept = self.saved.pop()
             saved = step.restored(kept)
             del kept
             dh_TK, grads = layer_backward(step, saved, dh_TK, dh_TK, wanted, totals)
-            add_to(totals, grads)
+            totals.add(grads)
         self.rows.dh_TK.copy_(dh_TK)
 
 

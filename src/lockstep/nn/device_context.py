@@ -91,7 +91,7 @@ class DevicePages:
 class DevicePacked:
     """Rows of several sequences side by side, with or without gradient.
 
-    scales, collector, quantize: as in `PackedContext`. seen_T11: 1 for rows that a collector may see, 0 for others. Keys and
+    scales, collector, quantize: as in `PackedContext`. seen_T: bool, rows that a collector may see, all if None. Keys and
     values under scales become codes on their way; whoever gives a collector reads it, else `finish` looks for non-finite ones.
     """
 
@@ -104,11 +104,11 @@ class DevicePacked:
         *,
         collector: AmaxCollector | None = None,
         quantize: bool = True,
-        seen_T11: Tensor | None = None,
+        seen_T: Tensor | None = None,
     ) -> None:
         self.positions_T, self.index, self.routes = positions_T, index, routes
         self.scales, self.collector, self.quantize = scales, collector, quantize
-        self.seen_T11 = seen_T11
+        self.seen_T = seen_T
         self.own: AmaxCollector | None = None
         if scales is not None and collector is None and quantize:
             self.own = self.collector = AmaxCollector.for_scales(scales)
@@ -189,9 +189,7 @@ class DevicePacked:
     def _watch(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, attention: Attention) -> None:
         if self.collector is not None:
             scales = layer_scales(self.scales, layer)
-            if self.seen_T11 is not None:
-                k_TGD, v_TGD = k_TGD * self.seen_T11, v_TGD * self.seen_T11
-            self.collector.watch(layer, k_TGD, v_TGD, scales, fused_kernels(attention))
+            self.collector.watch(layer, k_TGD, v_TGD, scales, fused_kernels(attention), self.seen_T)
 
 
 def fused_kernels(attention: Attention) -> FusedKernels:

@@ -110,9 +110,10 @@ class AmaxCollector:
         v_SGD: Tensor,
         scales: tuple[Tensor, Tensor] | None,
         kernels: FusedKernels,
+        seen_S: Tensor | None = None,
     ) -> None:
-        """`see`, and with a layer's scales `count`, by an operation of a backend that fuses."""
-        kernels.watch_kv(k_SGD, v_SGD, scales, self._maxima[:, layer], self._saturated)
+        """`see`, and with a layer's scales `count`, by an operation of a backend that fuses. seen_S: bool, the rows to see."""
+        kernels.watch_kv(k_SGD, v_SGD, scales, self._maxima[:, layer], self._saturated, seen_S)
         if scales is not None:
             self._elements += k_SGD.numel() + v_SGD.numel()
 

@@ -1,4 +1,4 @@
-"""Keys and values on their way into FP8: their largest values, how many saturate, and their codes.
+"""Keys and values on their way into FP8: their largest values, how many saturate, their codes, and what codes stand for.
 
 Maxima and counts are gathered by atomics, on the bits of absolute values and on integers, where the order changes nothing.
 """
@@ -28,6 +28,7 @@ def _watch(
     vs_ptr,
     maxima_ptr,
     count_ptr,
+    seen_ptr,
     rows,
     maxima_stride,
     G: tl.constexpr,
@@ -35,11 +36,15 @@ def _watch(
     DP: tl.constexpr,
     R: tl.constexpr,
     SCALED: tl.constexpr,
+    SOME: tl.constexpr,
 ):
     g, which = tl.program_id(1), tl.program_id(2)
     r, d = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, DP)
     at = (r[:, None] * G + g) * D + d[None, :]
-    ok = (r < rows)[:, None] & (d < D)[None, :]
+    known = r < rows
+    if SOME:
+        known &= tl.load(seen_ptr + r, mask=known, other=0) != 0
+    ok = known[:, None] & (d < D)[None, :]
     if which == 0:
         x = tl.load(k_ptr + at, mask=ok, other=0.0)
     else:
@@ -64,11 +69,13 @@ def watch(
     scales: tuple[Tensor, Tensor] | None,
     maxima_2G: Tensor,
     saturated: Tensor,
+    seen_T: Tensor | None = None,
 ) -> None:
     """Raises `maxima_2G` (FP32, heads contiguous) to the absolute maxima of keys and values [T, G, D]; NaN and infinity stay in
-    them. `saturated` (int64, one element) grows by the number of elements beyond 448 times their scale [G]."""
+    them. `saturated` (int64, one element) grows by the number of elements beyond 448 times their scale [G]. seen_T: bool, rows
+    that count, all if None."""
     k_scale, v_scale = scales if scales is not None else (None, None)
-    _gather(k_TGD, v_TGD, k_scale, v_scale, maxima_2G, saturated)
+    _gather(k_TGD, v_TGD, k_scale, v_scale, maxima_2G, saturated, seen_T)
 
 
 @operation("watch_kv", fake=lambda: None, mutates=("maxima_2G", "saturated"))
@@ -79,6 +86,7 @@ def _gather(
     v_scale: Tensor | None,
     maxima_2G: Tensor,
     saturated: Tensor,
+    seen_T: Tensor | None,
 ) -> None:
     rows, heads, dim = k_TGD.shape
     assert k_TGD.is_contiguous() and v_TGD.is_contiguous() and maxima_2G.stride(1) == 1
@@ -92,6 +100,7 @@ def _gather(
             v_scale if v_scale is not None else maxima_2G,
             maxima_2G.view(torch.int32),
             saturated,
+            seen_T.view(torch.uint8) if seen_T is not None else k_TGD,
             rows,
             maxima_2G.stride(0),
             heads,
@@ -99,6 +108,7 @@ def _gather(
             dim_p,
             step,
             k_scale is not None,
+            seen_T is not None,
             num_warps=4,
         )
 
@@ -127,3 +137,46 @@ def kv_codes(x_SGD: Tensor, scale_G: Tensor) -> Tensor:
             x_SGD, out, scale_G, x_SGD.numel(), heads, dim, 4096, num_warps=8
         )
     return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _values(
+    k_ptr,
+    v_ptr,
+    k_out_ptr,
+    v_out_ptr,
+    row_ptr,
+    count,
+    WIDTH: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < count
+    source = at
+    if LISTED:
+        source = tl.load(row_ptr + at // WIDTH, mask=ok, other=0) * WIDTH + at % WIDTH
+    if tl.program_id(1) == 0:
+        tl.store(k_out_ptr + at, tl.load(k_ptr + source, mask=ok, other=0.0).to(tl.bfloat16), mask=ok)
+    else:
+        tl.store(v_out_ptr + at, tl.load(v_ptr + source, mask=ok, other=0.0).to(tl.bfloat16), mask=ok)
+
+
+def _empty_values(k_SGD: Tensor, rows_W: Tensor | None) -> tuple[Tensor, Tensor]:
+    shape = (len(k_SGD) if rows_W is None else len(rows_W), *k_SGD.shape[1:])
+    k, v = (torch.empty(shape, dtype=torch.bfloat16, device=k_SGD.device) for _ in range(2))
+    return k, v
+
+
+@operation("kv_values", fake=_empty_values)
+def kv_values(k_SGD: Tensor, v_SGD: Tensor, rows_W: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(keys, values) [W, G, D] in BF16, exactly what codes stand for before they are scaled: rows `rows_W` (int64), or all."""
+    assert k_SGD.is_contiguous() and v_SGD.is_contiguous()
+    k, v = _empty_values(k_SGD, rows_W)
+    if k.numel():
+        width = k_SGD.shape[1] * k_SGD.shape[2]
+        _values[(cdiv(k.numel(), 4096), 2)](
+            k_SGD, v_SGD, k, v, k_SGD if rows_W is None else rows_W, k.numel(), width, rows_W is not None, 4096,
+            num_warps=8,
+        )  # fmt: skip
+    return k, v
