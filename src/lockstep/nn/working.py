@@ -88,6 +88,11 @@ class Known:
         return self.found if same else None
 
 
+    def told(self, name: str, held: Sequence[Held]) -> str:
+        """`text`, if it is about this name and this very list of tensors; else nothing."""
+        return self.text if self.held is held and self.name == name else ""
+
+
 NOTHING = Known()
 """Of a working copy that is being remade."""
 
@@ -181,16 +186,16 @@ def refresh(
 def contents(named: Sequence[tuple[str, Working]]) -> list[str]:
     """What a digest says of each module: its name, and type, shape and fingerprint of its tensors, read anew where the refresh
     didn't leave them."""
+    told = [module.known.told(name, module.held()) for name, module in named]
+    if all(told):  # as after every refresh of a device backend, and then the host should not dwell on it
+        return told
     held = [module.held() for _, module in named]
     found = [module.known.of(parts) for (_, module), parts in zip(named, held, strict=True)]
     unknown = [h for parts, known in zip(held, found, strict=True) if known is None for h in parts]
-    kernels = named[0][1].kernels
-    made = iter(kernels.fingerprints([(h.value, h.scale) for h in unknown]) if unknown else ())
+    made = iter(named[0][1].kernels.fingerprints([(h.value, h.scale) for h in unknown]) if unknown else ())
     return [
-        module.known.text
-        if known is not None and module.known.name == name
-        else _text(name, parts, known or list(islice(made, len(parts))))
-        for (name, module), parts, known in zip(named, held, found, strict=True)
+        _text(name, parts, known or list(islice(made, len(parts))))
+        for (name, _), parts, known in zip(named, held, found, strict=True)
     ]
 
 
