@@ -220,6 +220,12 @@ def test_fine_tuning_in_both_flows(tmp_path: Path) -> None:
         len({curve.held_out[0] for curve in (curves.fp8, curves.twin, curves.other)}) == 1
     )  # the same masters
     assert curves.twin.own == curves.twin.held_out and curves.fp8.own[0] != curves.fp8.held_out[0]
+    one, judge = (gradients.load_decoder(tmp_path / "m", bf16_flow(), select("reference")) for _ in range(2))
+    torch._foreach_mul_([p.data for p in one.parameters()], 1.2)
+    one.refresh(2)
+    held = corpus.load_corpus(tmp_path / "m", one.spec, how.length)[1][:4]
+    before = sft.held_out_loss(judge, held)
+    assert sft.judged(judge, one, held) == sft.held_out_loss(one, held) != before
     assert curves.twin.training[0] != curves.other.training[0]
     assert curves.difference < curves.noise
     assert sft.goals(curves) == []  # too short to say anything

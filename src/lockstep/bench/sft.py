@@ -99,7 +99,6 @@ class Curves:
 
 def run_sft(folder: Path, flow: Flow, kernels: Kernels, sft: SFT, *, say: Say) -> Curves:
     """All three runs."""
-
     judge = load_decoder(folder, bf16_flow(), kernels)
 
     def run(name: str, own: Flow, seed: int) -> Curve:
@@ -117,9 +116,7 @@ def spread(decoder: Decoder, seed: int = 0) -> None:
     generator = torch.Generator(decoder.device).manual_seed(seed)
     for master in decoder.parameters():
         mantissa, exponent = torch.frexp(master)
-        exponent = (
-            exponent - (mantissa.abs() == 0.5).int()
-        )  # values below a power of two lie half as far apart
+        exponent -= (mantissa.abs() == 0.5).int()  # values below a power of two lie half as far apart
         step = torch.ldexp(torch.ones_like(master), exponent - 8)
         noise = torch.rand(master.shape, generator=generator, device=master.device) - 0.5
         master.add_(0.98 * step * noise)
@@ -134,8 +131,13 @@ def fine_tune(
     held = held[: sft.held_out]
     optim = OptimSpec(lr=sft.lr, warmup_steps=min(20, sft.steps), schedule="linear")
     optimizer = Optimizer(decoder.named_parameters(), optim, sft.steps)
-    looks, own = {0: judged(judge, decoder, held)}, {0: held_out_loss(decoder, held)}
-    losses = []
+
+    def look(step: int) -> None:
+        own[step] = held_out_loss(decoder, held)
+        looks[step] = judged(judge, decoder, held) if decoder.flow.is_fp8 else own[step]
+
+    looks, own, losses = dict[int, float](), dict[int, float](), list[torch.Tensor]()
+    look(0)
     size = min(sft.batch, len(train))
     for step in range(1, sft.steps + 1):
         chosen = [train[_at(seed, size * (step - 1) + i, len(train))] for i in range(size)]
@@ -145,7 +147,7 @@ def fine_tune(
         optimizer.step()
         decoder.refresh(step + 1)
         if step % sft.every == 0 or step == sft.steps:
-            looks[step], own[step] = judged(judge, decoder, held), held_out_loss(decoder, held)
+            look(step)
             say(f"{name} {step}/{sft.steps}: held-out loss {looks[step]:.5f}")
     return Curve(name, looks, own, tuple(torch.stack(losses).tolist()) if losses else ())
 

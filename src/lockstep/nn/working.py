@@ -87,7 +87,6 @@ class Known:
         same = all(a.value is b.value and a.scale is b.scale for a, b in zip(self.held, held, strict=True))
         return self.found if same else None
 
-
     def told(self, name: str, held: Sequence[Held]) -> str:
         """`text`, if it is about this name and this very list of tensors; else nothing."""
         return self.text if self.held is held and self.name == name else ""
