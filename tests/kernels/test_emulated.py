@@ -1,0 +1,36 @@
+"""What the Gluon kernels of gradients compute, run on a CPU by `emulator.py`: the bytes of the quantizer's definition, whether
+copies land early or late. Each check has a process of its own, since there Triton is a stand-in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("emulated.py")
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+@pytest.mark.parametrize("copies", ["early", "late"])
+@pytest.mark.parametrize("kind", ["fp32", "pow2"])
+@pytest.mark.parametrize("check", ["quantize_both", "regroup", "swiglu"])
+def test_gradients(check: str, kind: str, copies: str) -> None:
+    emulated(check, kind, copies)
+
+
+def test_the_emulator_notices_faults() -> None:
+    emulated("faults", "fp32", "late")
+
+
+def emulated(*what: str) -> None:
+    """Runs a check of `emulated.py`."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *what],
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
