@@ -111,12 +111,12 @@ def test_what_the_backward_pass_keeps_follows_the_settings() -> None:
     layer = (
         4 * 2048 + 2 * 4096 + 2 * 2048 + 4 * 16
     )  # both norm inputs, qkv, attention's output and log-sum-exp
-    codes = 6144 + 4 * 48
+    codes, inverses = 6144 + 4 * 48, 2 * 4  # of y, or half of gate and up; of both norms
     ends = 16_384 * (3 * 4096 + 4096 + 20)
     assert saved("flow.name=bf16") == 16_384 * 28 * (layer + 4 * 6144) + ends
-    assert saved() == 16_384 * 28 * (layer + 4 * 6144 + codes) + ends
-    assert saved("update.save_fp8=true") == 16_384 * 28 * (layer + 3 * codes) + ends
-    once = layer + 4 * 6144 + codes
+    assert saved() == 16_384 * 28 * (layer + 4 * 6144 + codes + inverses) + ends
+    assert saved("update.save_fp8=true") == 16_384 * 28 * (layer + 3 * codes + inverses) + ends
+    once = layer + 4 * 6144 + codes + inverses
     assert saved("update.checkpointing=true") == 16_384 * (28 * 4096 + once) + ends
 
 

@@ -12,7 +12,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from lockstep.kernels.triton import columns, swiglu_backward  # noqa: E402
+from lockstep.kernels.triton import columns, paged_attention, rope, swiglu_backward  # noqa: E402
 from lockstep.numerics.formats import BLOCK, E4M3, column_groups, row_groups  # noqa: E402
 from lockstep.numerics.quantize import Quantized, quantize  # noqa: E402
 
@@ -69,6 +69,121 @@ def regroup(kind: str) -> None:
         assert_columns(columns.regroup(*codes, pow2=kind == "pow2"), x.dequantize(), kind)
 
 
+def columns_of(kind: str) -> None:
+    """Values, and a norm's, to columns of what their rows' codes stand for; past the last token a zero may have a sign."""
+    for tokens, width in SHAPES:
+        x, weight = some(tokens, width), some(width)
+        inverse = (x.float().square().mean(1) + 1e-6).rsqrt()
+        normed = (x.float() * inverse[:, None] * weight.float()).bfloat16()
+        for values, norm in ((x, (None, None)), (normed, (inverse, weight))):
+            codes, scale = columns.columns_of(x, *norm, pow2_rows=kind == "pow2", pow2=False)
+            meant = quantize(values.float(), row_groups(kind)).dequantize()
+            expected = quantize(F.pad(meant, (0, 0, 0, -tokens % BLOCK)), column_groups("fp32"))
+            assert torch.equal(codes.float(), expected.codes.t().float())
+            assert torch.equal(scale, expected.scale.t())
+
+
+def rope_to_pages(kind: str) -> None:
+    """q, and keys and values at their places in pages; the same rows as `rope_rows` gives."""
+    fp8 = kind == "fp32"
+    for heads, groups, dim, norm in (
+        (4, 2, 128, True),
+        (9, 3, 64, False),
+        (12, 10, 128, True),
+        (6, 2, 80, False),
+    ):
+        count, width = 9, heads + 2 * groups
+        qkv, table = some(count, width * dim), torch.randn(64, 2, dim // 2)
+        positions, slots = torch.randint(0, 64, (count,)), torch.randperm(3 * 64)[:count]
+        norms = (1 + some(dim) / 10, 1 + some(dim) / 10) if norm else None
+        scales = (torch.rand(groups) / 20 + 0.01, torch.rand(groups) / 20 + 0.01) if fp8 else None
+        dtype, flag = E4M3 if fp8 else torch.bfloat16, torch.zeros(1, dtype=torch.int32)
+        k_pages, v_pages = (torch.zeros(3, groups, *s).to(dtype) for s in ((64, dim), (dim, 64)))
+        more = {"norms": norms, "eps": 1e-6}
+        q, k, v = rope.rope_rows(qkv, table, positions, heads=heads, kv_heads=groups, **more)
+        parts = qkv.view(count, width, dim).split([heads, groups, groups], 1)
+        for found, x, weight in ((q, parts[0], 0), (k, parts[1], 1)):
+            assert_turned(found, x, None if norms is None else norms[weight], table[positions])
+        assert torch.equal(v, parts[2])
+        for early in (False, True):
+            given = (qkv, table, positions, slots, k_pages, v_pages)
+            also = {"heads": heads, "scales": scales, "flag": flag, "early": early}
+            assert torch.equal(rope.rope_and_write(*given, **also, **more), q) and not int(flag)
+            for i, slot in enumerate(slots.tolist()):
+                for g in range(groups):
+                    key, value = k[i, g], v[i, g]
+                    if scales is not None:
+                        key, value = (
+                            (x.float() / s[g]).clamp(-448, 448).to(E4M3) for x, s in zip((key, value), scales)
+                        )
+                    assert_stored(k_pages[slot // 64, g], v_pages[slot // 64, g], slot % 64, key, value)
+
+
+def paged(kind: str) -> None:
+    """Decode attention over e4m3 pages that rope has written, next to its definition in float64."""
+    for heads, groups, dim in ((8, 2, 64), (8, 1, 128)):
+        lengths, pages = (70, 129, 1), 7
+        width, table = heads + 2 * groups, torch.zeros(64, 2, dim // 2)
+        table[:, 0] = 1.0  # no turn
+        order = torch.randperm(pages).int()
+        tables = torch.stack([F.pad(x, (0, 3 - len(x))) for x in order[:6].split([2, 3, 1])])
+        scales = (torch.rand(groups) / 20 + 0.02, torch.rand(groups) / 20 + 0.02)
+        k_pages, v_pages = (torch.zeros(pages, groups, *s).to(E4M3) for s in ((64, dim), (dim, 64)))
+        given = []
+        for length, listed in zip(lengths, tables, strict=True):
+            qkv, at = some(length, width * dim), torch.arange(length)
+            places = (table, torch.zeros_like(at), listed[at // 64].long() * 64 + at % 64)
+            q = rope.rope_and_write(
+                qkv, *places, k_pages, v_pages, heads=heads, norms=None, eps=0.0, scales=scales
+            )
+            given.append(
+                (q[-1], *(x.view(length, groups, dim) for x in qkv[:, heads * dim :].split(groups * dim, 1)))
+            )
+        q = torch.stack([x[0] for x in given])
+        for early in (False, True):
+            out = torch.empty_like(q)
+            paged_attention.launch(
+                q, k_pages, v_pages, out, out, out, torch.tensor(lengths, dtype=torch.int32), tables, scales, out,
+                base=dim**-0.5 * 1.4426950408889634, splits=1, steps=32, codes=False, pow2=kind == "pow2", early=early,
+            )  # fmt: skip
+            for found, (query, *stored) in zip(out, given, strict=True):
+                k, v = (
+                    (
+                        (x.float() / s[:, None]).clamp(-448, 448).to(E4M3).double() * s[:, None]
+                    ).repeat_interleave(heads // groups, 1)
+                    for x, s in zip(stored, scales, strict=True)
+                )
+                p = torch.einsum("hd,thd->ht", query.double(), k).mul(dim**-0.5).softmax(1)
+                expected = torch.einsum("ht,thd->hd", p, v)
+                error = (found.double() - expected).norm() / expected.norm()
+                assert float(error) < 0.01, float(error)
+
+
+def assert_turned(found: Tensor, x: Tensor, weight: Tensor | None, turn: Tensor) -> None:
+    """To all but a few roundings of the norm."""
+    x = x.float()
+    if weight is not None:
+        x = (x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.float()).bfloat16().float()
+    (a, b), (cos, sin) = x.chunk(2, -1), turn[:, None].unbind(2)
+    expected = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).bfloat16()
+    assert float((found == expected).double().mean()) > 0.98
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.05)
+
+
+def assert_stored(keys: Tensor, values: Tensor, at: int, key: Tensor, value: Tensor) -> None:
+    """One token's, in a page's tiles [64, D] and [D, 64] of a head; codes stand as `numbers.py` says."""
+    if key.dtype != E4M3:
+        assert torch.equal(keys[at], key) and torch.equal(values[:, at], value)
+        return
+    dim = len(key)
+    lane, byte = at % 8 // 2, at % 16 // 8 * 2 + at % 2
+    for d in range(dim):
+        place = (d % 8 // 2 * (dim // 16) + d // 16) * 4 + d % 16 // 8 * 2 + d % 2
+        word = ((at // 16 * (dim // 8) + d // 8) * 4 + lane) * 8 + d % 8
+        found = keys.view(torch.uint8)[at, place], values.view(torch.uint8).flatten()[word * 4 + byte]
+        assert found == (key.view(torch.uint8)[d], value.view(torch.uint8)[d])
+
+
 def swiglu(kind: str) -> None:
     """The gradient of gate and up, from BF16 and from codes, in the forms that are wanted."""
     for tokens, width in SHAPES[:3]:
@@ -115,7 +230,10 @@ def faults(_: str) -> None:
     raise SystemExit("a wait for a phase that nobody ends came back")
 
 
-CHECKS = {check.__name__: check for check in (quantize_both, regroup, swiglu, faults)}
+CHECKS = {
+    check.__name__: check
+    for check in (quantize_both, regroup, columns_of, rope_to_pages, paged, swiglu, faults)
+}
 
 if __name__ == "__main__":
     torch.manual_seed(0)

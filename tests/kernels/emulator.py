@@ -97,6 +97,10 @@ class Shared:
         """One of the first dimension."""
         return Shared(self.x[int(i)])
 
+    def permute(self, axes: tuple[int, ...]) -> Shared:
+        """The same with its dimensions in another order."""
+        return Shared(self.x.permute(axes))
+
     def slice(self, start: int, length: int, dim: int) -> Shared:
         """A range of one dimension."""
         return Shared(self.x.narrow(dim, start, length))
@@ -211,12 +215,16 @@ def wait_group(outstanding: int) -> None:
     COMING.clear()
 
 
-def by_text(asm: str, args: list[Any], **_: object) -> Any:
+def by_text(asm: str, constraints: str, args: list[Any], **_: object) -> Any:
     """`gl.inline_asm_elementwise` of the instructions that kernels use."""
     if "cvt.rn.satfinite.e4m3x2" in asm:
         codes = [a.to(E4M3).as_subclass(Tensor).view(torch.uint8).int() for a in args]
         return value(codes[0] | codes[1] << 8 | codes[2] << 16 | codes[3] << 24)
     x = args[0].as_subclass(Tensor)
+    if "prmt.b32" in asm:  # BF16 pairs of the four codes of a word
+        wide = x.contiguous().view(E4M3).bfloat16().view(torch.int16).int() & 0xFFFF
+        pairs = wide.unflatten(-1, (x.shape[-1], 2, 2))
+        return [value(pairs[..., i, 0] | pairs[..., i, 1] << 16) for i in (0, 1)]
     known = {
         "shl.b32": lambda: x.float(),
         "rcp.approx.ftz.f32": lambda: 1.0 / x,
@@ -229,6 +237,22 @@ def fma(a: Any, b: Any, c: Any) -> Value:
     """a b + c, rounded once but for a tie in 2^29 or so."""
     a, b, c = (torch.as_tensor(x).as_subclass(Tensor).double() for x in (a, b, c))
     return value((a * b + c).float())
+
+
+def product(a: Any, b: Shared, sum: Tensor, use_acc: bool = True, is_async: bool = False) -> Value:
+    """`warpgroup_mma`, but for the order in which the instruction adds."""
+    a = a.x if isinstance(a, Shared) else a.as_subclass(Tensor)
+    return value(a.float() @ b.x.float() + (sum if use_acc else 0))
+
+
+class Constant:
+    """`gl.constexpr` of a number."""
+
+    def __new__(cls, x: Any = None) -> Any:
+        kind = type(x)
+        if kind not in (int, float):
+            return x
+        return type("Constant", (kind,), {"value": property(lambda self: kind(self))})(x)
 
 
 def _like(a: Tensor, b: Any) -> Tensor:
@@ -292,12 +316,14 @@ def language() -> ModuleType:
         "SwizzledSharedLayout",
         "NVMMASharedLayout",
         "DistributedLinearLayout",
+        "NVMMADistributedLayout",
+        "DotOperandLayout",
     )
     gl.__dict__.update({name: getattr(torch, name) for name in kinds})
     gl.__dict__.update({name: MagicMock() for name in layouts})
     gl.__dict__.update(
         float8e4nv=E4M3,
-        constexpr=lambda x=None: x,
+        constexpr=Constant,
         static_range=builtins.range,
         static_assert=lambda *_: None,
         program_id=lambda axis: value(PROGRAM[axis]),
@@ -312,6 +338,9 @@ def language() -> ModuleType:
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, axes: x.permute(axes),
         split=lambda x: x.unbind(-1),
+        join=lambda a, b: torch.stack([a, b], -1),
+        exp2=torch.exp2,
+        cdiv=lambda a, b: -(-a // b),
         convert_layout=lambda x, *_, **__: x,
         abs=torch.abs,
         where=lambda c, a, b: torch.where(c, a, b),
@@ -346,15 +375,18 @@ def install() -> None:
         mbarrier=mbarrier,
         tma=SimpleNamespace(async_copy_global_to_shared=bulk_copy),
         fence_async_shared=lambda: None,
+        warpgroup_mma=product,
+        warpgroup_mma_wait=lambda num_outstanding, deps: deps if len(deps) > 1 else deps[0],
         TensorDescriptor=SimpleNamespace(from_tensor=Descriptor),
     )
     ampere.__dict__["async_copy"] = SimpleNamespace(
         async_copy_global_to_shared=small_copy, commit_group=lambda: None, wait_group=wait_group
     )
-    triton = MagicMock(jit=_jit, experimental=SimpleNamespace(gluon=gluon))
+    tl = MagicMock(constexpr=Constant)
+    triton = MagicMock(jit=_jit, experimental=SimpleNamespace(gluon=gluon), language=tl)
     nothing = MagicMock(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
     base = "triton.experimental"
-    sys.modules.update({"triton": triton, "triton.language": triton.language})
+    sys.modules.update({"triton": triton, "triton.language": tl})
     sys.modules.update({f"triton.language.extra{name}": nothing for name in ("", ".cuda")})
     sys.modules.update({f"triton.tools{name}": nothing for name in ("", ".tensor_descriptor")})
     sys.modules.update({base: MagicMock(gluon=gluon), f"{base}.gluon": gluon, f"{base}.gluon.language": gl})

@@ -1,5 +1,5 @@
-"""What the Gluon kernels of gradients compute, run on a CPU by `emulator.py`: the bytes of the quantizer's definition, whether
-copies land early or late. Each check has a process of its own, since there Triton is a stand-in."""
+"""What Gluon kernels compute, run on a CPU by `emulator.py`, whether copies land early or late: of gradients the bytes of the
+quantizer's definition. Each check has a process of its own, since there Triton is a stand-in."""
 
 from __future__ import annotations
 
@@ -16,9 +16,20 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 @pytest.mark.parametrize("copies", ["early", "late"])
 @pytest.mark.parametrize("kind", ["fp32", "pow2"])
-@pytest.mark.parametrize("check", ["quantize_both", "regroup", "swiglu"])
+@pytest.mark.parametrize("check", ["quantize_both", "regroup", "columns_of", "swiglu"])
 def test_gradients(check: str, kind: str, copies: str) -> None:
     emulated(check, kind, copies)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_rope(kind: str) -> None:
+    """fp32: the kind of scale of e4m3 pages; or BF16 pages."""
+    emulated("rope_to_pages", kind, "early")
+
+
+@pytest.mark.parametrize("copies", ["early", "late"])
+def test_decode_attention(copies: str) -> None:
+    emulated("paged", "fp32", copies)
 
 
 def test_the_emulator_notices_faults() -> None:

@@ -132,3 +132,30 @@ def test_paged_attention(
         code = machine_code(kernel.asm["ptx"], tmp_path)
         copies = [line for line in code if "UTMALDG" in line.text]
         assert len(copies) >= 4 and list(early(code, gives="UTMALDG")) == []
+
+
+@pytest.mark.parametrize("coded", [False, True], ids=["bf16", "codes"])
+def test_tiles_of_gradients(
+    coded: bool, compiled: list[tuple[str, Any]], tmp_path: Path, codes: Codes
+) -> None:
+    """A program copies the next tile in while it works on one; what comes round the loop counts too."""
+    from lockstep.kernels.triton.columns import quantize_both, regroup
+    from lockstep.kernels.triton.swiglu_backward import swiglu_backward
+
+    grad, scale = torch.zeros(300, 1536, dtype=torch.bfloat16), torch.ones(24, 300).t()
+    if coded:
+        regroup(codes(300, 3072), scale, pow2=False)
+        swiglu_backward(grad, (codes(300, 3072), scale), pow2=False, fp8=True)
+    else:
+        quantize_both(grad, pow2=False)
+        quantize_both(grad, pow2=True, rows=False)
+        quantize_both(grad.float(), pow2=False)
+        for rows, columns in ((True, True), (True, False), (False, True)):
+            swiglu_backward(
+                grad, torch.zeros(300, 3072).bfloat16(), pow2=False, fp8=True, rows=rows, columns=columns
+            )
+    assert {name for name, _ in compiled} == {"_both", "_swiglu_codes"}
+    for _, kernel in compiled:
+        code = machine_code(kernel.asm["ptx"], tmp_path)
+        assert sum("UTMALDG" in line.text for line in code) >= 2
+        assert list(early(code * 2, gives="UTMALDG")) == []

@@ -136,6 +136,29 @@ def test_regroup(width: int, kind: ScaleKind, kernels: SimpleNamespace) -> None:
         assert torch.equal(again[0].view(torch.uint8), found[0].view(torch.uint8))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", (128, 576, 200, 4096))
+def test_columns_of_values_and_of_their_norm(width: int, kind: ScaleKind, kernels: SimpleNamespace) -> None:
+    """One pass has the bytes of two or three."""
+    from lockstep.kernels.triton.norm import kept_norm
+
+    pow2 = kind == "pow2"
+    weight = random(width, seed=9)
+    for tokens in (*TOKENS, 5000):
+        x = random(tokens, width, seed=tokens)
+        _, normed, inverse = kept_norm(x, weight, EPS, pow2=pow2)
+        for source, rows in (
+            ((x, None, None), kernels.rows.quantize_rows(x, pow2=pow2)),
+            ((x, inverse, weight), normed),
+        ):
+            expected = kernels.columns.regroup(*rows, pow2=pow2)
+            found = kernels.columns.columns_of(*source, pow2_rows=pow2, pow2=pow2)
+            assert torch.equal(found[0].float(), expected[0].float()), (
+                "past the last token a zero may have a sign"
+            )
+            assert torch.equal(found[1], expected[1])
+
+
 def test_rows_of_a_wider_matrix_and_no_rows(kernels: SimpleNamespace) -> None:
     whole = random(200, 1000, seed=1)
     rows, columns = kernels.columns.quantize_both(whole[:, 37 : 37 + 300], pow2=False)

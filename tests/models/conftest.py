@@ -53,6 +53,13 @@ class FusedReference(ReferenceKernels):
         out = self.rms_norm(total, weight_K, eps)
         return total, out if operand is None else self.quantize_rows(out, operand)
 
+    def kept_norm(
+        self, h_TK: Tensor, delta_TK: Tensor | None, weight_K: Tensor, eps: float, operand: Operand
+    ) -> tuple[Tensor, Quantized, Tensor]:
+        total, out = self.add_norm(h_TK, delta_TK, weight_K, eps, operand)
+        assert isinstance(out, Quantized)
+        return total, out, (total.float().square().mean(1) + eps).rsqrt()
+
     def swiglu_rows(self, gate_up_TN: Tensor, operand: Operand | None) -> Rows:
         out = self.swiglu(*(x.contiguous() for x in gate_up_TN.chunk(2, 1)))
         return out if operand is None else self.quantize_rows(out, operand)
@@ -126,6 +133,20 @@ class FusedReference(ReferenceKernels):
 
     def regroup(self, x_TK: Quantized, operand: Operand) -> Quantized:
         return quantize(x_TK.dequantize(), operand).transpose()
+
+    def columns_of(
+        self,
+        x_TK: Tensor,
+        rows: Operand,
+        columns: Operand,
+        *,
+        inverse_T: Tensor | None = None,
+        weight_K: Tensor | None = None,
+    ) -> Quantized:
+        self.note("columns_of")
+        if inverse_T is not None and weight_K is not None:
+            x_TK = (x_TK.float() * inverse_T[:, None] * weight_K.float()).to(x_TK.dtype)
+        return self.regroup(self.quantize_rows(x_TK, rows), columns)
 
     def linear_dgrad(self, grad_TN: Rows, weight: PackedWeight) -> Tensor:
         return super().linear_dgrad(grad_TN, weight).to(torch.bfloat16)

@@ -144,13 +144,14 @@ def _rows(make: Maker) -> list[Call]:
             kind = {"pow2": pow2}
             made += [
                 Call("quantize_rows", (x,), rows(width), kind),
-                Call(
-                    "add_norm",
-                    (x, weight, 1e-6, delta),
-                    [dense(T, width), *rows(width)],
-                    kind | {"fp8": True},
+                *(
+                    Call("add_norm", (x, weight, 1e-6, added), [*total, *rows(width), *kept], kind | flags)
+                    for added, total in ((delta, [dense(T, width)]), (None, []))
+                    for flags, kept in (
+                        ({"fp8": True, "keep": False}, []),
+                        ({"fp8": True, "keep": True}, [dense(T, dtype=FP32)]),
+                    )
                 ),
-                Call("add_norm", (x, weight, 1e-6, None), rows(width), kind | {"fp8": True}),
                 Call("swiglu", (gate_up,), rows(width), kind | {"fp8": True, "keep": False}),
             ]
             if width % BLOCK == 0:
@@ -158,8 +159,8 @@ def _rows(make: Maker) -> list[Call]:
                 made.append(Call("swiglu", (gate_up,), both, kind | {"fp8": True, "keep": True}))
         plain = {"fp8": False, "pow2": False}
         made += [
-            Call("add_norm", (x, weight, 1e-6, delta), [dense(T, width)] * 2, plain),
-            Call("add_norm", (x, weight, 1e-6, None), [dense(T, width)], plain),
+            Call("add_norm", (x, weight, 1e-6, delta), [dense(T, width)] * 2, plain | {"keep": False}),
+            Call("add_norm", (x, weight, 1e-6, None), [dense(T, width)], plain | {"keep": False}),
             Call("swiglu", (gate_up,), [dense(T, width)], plain | {"keep": False}),
         ]
     return [*made, Call("quantize_rows", (some(T, 1000)[:, 40:300],), rows(260), {"pow2": False})]
@@ -290,6 +291,13 @@ def _backward(make: Maker) -> list[Call]:
                 Call("quantize_both", (x,), [*rows(width), *columns(width)], kind | {"rows": True}),
                 Call("quantize_both", (x.float(),), columns(width), kind | {"rows": False}),
                 Call("regroup", make.codes(width), columns(width), kind),
+                Call("columns_of", (x, None, None), columns(width), kind | {"pow2_rows": pow2}),
+                Call(
+                    "columns_of",
+                    (x, make.positive(T), some(width)),
+                    columns(width),
+                    kind | {"pow2_rows": False},
+                ),
             ]
             for held in ((gate_up, None), make.codes(2 * width)):
                 if width % BLOCK and held[1] is not None:

@@ -39,7 +39,6 @@ from lockstep.nn.mlp import MLP
 from lockstep.nn.packed import packed_context
 from lockstep.numerics.flow import Flow
 from lockstep.numerics.formats import Operand
-from lockstep.numerics.quantize import Quantized
 from lockstep.trainer import workload
 from lockstep.trainer.workload import Card
 
@@ -298,7 +297,7 @@ def _around(
     norm = layer.input_layernorm
     weight = norm.working.plain
     gates = torch.randn(len(h), 2 * down.x_TK.shape[1], device=h.device, dtype=h.dtype)
-    codes = [kernels.quantize_rows(p.x_TK, rows_of) for p in products]
+    y8, inverse = kernels.quantize_rows(down.x_TK, rows_of), torch.ones(len(h), device=h.device)
     dy = down.x_TK * 1e-3
 
     def normed(added: Tensor | None, wanted: Operand | None) -> Call:
@@ -307,8 +306,9 @@ def _around(
     def both(grad: Tensor) -> Call:
         return lambda: kernels.quantize_both(grad, rows_of)
 
-    def regrouped(x: Quantized) -> Call:
-        return lambda: kernels.regroup(x, columns_of)
+    def columns(x: Tensor, *norm: Tensor | None) -> Call:
+        inverse_T, weight_K = norm or (None, None)
+        return lambda: kernels.columns_of(x, rows_of, columns_of, inverse_T=inverse_T, weight_K=weight_K)
 
     def quantized(x: Tensor) -> Call:
         return lambda: kernels.quantize_rows(x, rows_of)
@@ -321,9 +321,9 @@ def _around(
         both(grads[0]),
         both(qkv.grad_TN),
         lambda: kernels.swiglu_grad(dy, gates, rows_of),
-        *([normed(None, rows_of)] * 2),
-        quantized(o.x_TK),
-        *(regrouped(x) for x in codes),
+        *([columns(h, inverse, weight)] * 2),
+        columns(o.x_TK),
+        lambda: kernels.regroup(y8, columns_of),
     ]
     bf16: list[Call] = [
         *([normed(delta, None)] * 2),

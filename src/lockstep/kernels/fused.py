@@ -51,6 +51,11 @@ class FusedKernels(Protocol):
     ) -> tuple[Tensor, Rows]:
         """(h + delta, its norm as the next product takes it)."""
 
+    def kept_norm(
+        self, h_TK: Tensor, delta_TK: Tensor | None, weight_K: Tensor, eps: float, operand: Operand
+    ) -> tuple[Tensor, Quantized, Tensor]:
+        """`add_norm`, and 1 / sqrt(mean square + eps) of every row, [T] FP32: what `columns_of` makes the norm of again."""
+
     def linear(self, x_TK: Rows, weight: PackedWeight) -> Tensor:
         """x w^T, rounded once to BF16, [T, N]."""
 
@@ -123,6 +128,17 @@ class FusedKernels(Protocol):
 
     def regroup(self, x_TK: Quantized, operand: Operand) -> Quantized:
         """Columns of 1x128 rows, from the values of their codes."""
+
+    def columns_of(
+        self,
+        x_TK: Tensor,
+        rows: Operand,
+        columns: Operand,
+        *,
+        inverse_T: Tensor | None = None,
+        weight_K: Tensor | None = None,
+    ) -> Quantized:
+        """`regroup` of `quantize_rows`, of x or with both of its norm's factors of that norm."""
 
     def linear_dgrad(self, grad_TN: Rows, weight: PackedWeight) -> Tensor:
         """grad w, [T, K], rounded to BF16. Codes meet the codes of the forward pass, transposed."""

@@ -32,6 +32,7 @@ from lockstep.kernels.triton import (
     head,
     head_backward,
     kv,
+    norm,
     norm_backward,
     rope_backward,
     swiglu_backward,
@@ -86,6 +87,30 @@ class HopperGradients(ReferenceKernels):
     def regroup(self, x_TK: Quantized, operand: Operand) -> Quantized:
         """See `FusedKernels`; from codes to codes in one pass."""
         return Quantized(*_columns.regroup(x_TK.codes, x_TK.scale, pow2=operand.scale == "pow2"), (1, BLOCK))
+
+    def kept_norm(
+        self, h_TK: Tensor, delta_TK: Tensor | None, weight_K: Tensor, eps: float, operand: Operand
+    ) -> tuple[Tensor, Quantized, Tensor]:
+        """See `FusedKernels`."""
+        total, out, inverse_T = norm.kept_norm(
+            h_TK, weight_K, eps, delta_TK=delta_TK, pow2=operand.scale == "pow2"
+        )
+        return total, Quantized(*out, (1, BLOCK)), inverse_T
+
+    def columns_of(
+        self,
+        x_TK: Tensor,
+        rows: Operand,
+        columns: Operand,
+        *,
+        inverse_T: Tensor | None = None,
+        weight_K: Tensor | None = None,
+    ) -> Quantized:
+        """See `FusedKernels`; one pass over x."""
+        found = _columns.columns_of(
+            x_TK, inverse_T, weight_K, pow2_rows=rows.scale == "pow2", pow2=columns.scale == "pow2"
+        )
+        return Quantized(*found, (1, BLOCK))
 
     def linear_dgrad(self, grad_TN: Rows, weight: PackedWeight) -> Tensor:
         """grad w, [T, K], rounded to BF16."""

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from lockstep.kernels.fused import FusedKernels, Rows
 from lockstep.models.fused import fused_kernels, gated, normed, operand, weight_of
-from lockstep.nn.device_context import output_rows
 from lockstep.nn.linear import Projection
 from lockstep.nn.mlp import MLP
 from lockstep.nn.norm import RMSNorm
@@ -38,10 +37,12 @@ class Saved:
     """What a layer's backward pass reads; see `fused_layer.py` for the sizes. y: None where it is made again, in BF16."""
 
     h_TK: Tensor
+    inverse_T: Tensor | None
     qkv_TN: Tensor | None
     out_THD: Tensor | None
     lse_TH: Tensor | None
     h2_TK: Tensor
+    inverse2_T: Tensor | None
     gate_up: Rows | None
     y: Quantized | None
 
@@ -113,6 +114,37 @@ class Grads:
             x = self.kernels.regroup(x, projection.linears[0].flow.wgrad.rhs)
         elif isinstance(x, Quantized):
             x = x.dequantize()
+        self._product(projection, columns, x)
+
+    def plain_weights(self, projection: Projection, columns: Rows, x_TK: Tensor) -> None:
+        """grad^T x of an input that the forward's product quantized itself."""
+        rows = operand(projection)
+        if not self.want_weights(projection):
+            return
+        if isinstance(columns, Quantized) and rows is not None:
+            wanted = projection.linears[0].flow.wgrad.rhs
+            self._product(projection, columns, self.kernels.columns_of(x_TK, rows, wanted))
+        else:
+            self.weights(
+                projection, columns, x_TK if rows is None else self.kernels.quantize_rows(x_TK, rows)
+            )
+
+    def normed_weights(
+        self, projection: Projection, columns: Rows, norm: RMSNorm, h_TK: Tensor, inverse_T: Tensor | None
+    ) -> None:
+        """grad^T x of h's norm, which is made again. inverse_T: what the forward multiplied rows by."""
+        rows = operand(projection)
+        if not self.want_weights(projection):
+            return
+        if isinstance(columns, Quantized) and rows is not None and inverse_T is not None:
+            wanted, weight_K = projection.linears[0].flow.wgrad.rhs, norm.working.plain
+            x = self.kernels.columns_of(h_TK, rows, wanted, inverse_T=inverse_T, weight_K=weight_K)
+            self._product(projection, columns, x)
+        else:
+            self.weights(projection, columns, normed(norm, h_TK, None, rows)[1])
+
+    def _product(self, projection: Projection, columns: Rows, x: Rows) -> None:
+        """grad^T x of two columns, or of two plain matrices, to where it belongs."""
         total = None if self.totals is None else self.totals.stack(projection, self.wanted)
         if total is not None and isinstance(columns, Quantized):
             self.kernels.add_wgrad(total, columns, x)
@@ -171,9 +203,7 @@ def _mlp(step: Step, saved: Saved, dh_TK: Tensor, ddelta_TK: Tensor, grads: Grad
     rows, columns = _swiglu(gate_up, dy_TN, saved.gate_up, grads)
     saved.gate_up = None
     del dy_TN, ddelta_TK
-    if grads.want_weights(gate_up):
-        _, x = normed(layer.post_attention_layernorm, saved.h2_TK, None, operand(gate_up))
-        grads.weights(gate_up, columns, x)
+    grads.normed_weights(gate_up, columns, layer.post_attention_layernorm, saved.h2_TK, saved.inverse2_T)
     dx_TK = kernels.linear_dgrad(rows, weight_of(gate_up))
     return grads.norm(layer.post_attention_layernorm, dx_TK, saved.h2_TK, dh_TK)
 
@@ -204,8 +234,7 @@ def _attention(step: Step, saved: Saved, dh_TK: Tensor, grads: Grads) -> Tensor:
     o, qkv = attention.o_proj.alone, attention.qkv
     rows, columns = grads.quantize(o, dh_TK)
     grads.biases(o, dh_TK)
-    if grads.want_weights(o):
-        grads.weights(o, columns, output_rows(out_THD, attention))
+    grads.plain_weights(o, columns, out_THD.flatten(1))
     dout_THD = kernels.linear_dgrad(rows, weight_of(o)).view(out_THD.shape)
     saved.out_THD = saved.lse_TH = saved.qkv_TN = None
     dqkv_TN, dq_weight, dk_weight = step.context.gradient(
@@ -216,8 +245,6 @@ def _attention(step: Step, saved: Saved, dh_TK: Tensor, grads: Grads) -> Tensor:
     del out_THD, lse_TH, qkv_TN, dout_THD
     rows, columns = grads.quantize(qkv, dqkv_TN)
     grads.biases(qkv, dqkv_TN)
-    if grads.want_weights(qkv):
-        _, x = normed(layer.input_layernorm, saved.h_TK, None, operand(qkv))
-        grads.weights(qkv, columns, x)
+    grads.normed_weights(qkv, columns, layer.input_layernorm, saved.h_TK, saved.inverse_T)
     dx_TK = kernels.linear_dgrad(rows, weight_of(qkv))
     return grads.norm(layer.input_layernorm, dx_TK, saved.h_TK, dh_TK)

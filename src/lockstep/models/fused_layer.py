@@ -6,6 +6,7 @@ Its forward runs the very steps of `fused.py`, so log-probabilities of the train
 it keeps for a token, in a layer of hidden size K, N = qkv outputs, H D attention outputs and I intermediate:
 
     h, h2       inputs of the two norms                       2 K + 2 K bytes
+    inverses    what rows of these were multiplied by         4 + 4 (FP8 layers only)
     qkv         before norm and rotation                      2 N
     out, lse    attention's output, log-sum-exp               2 H D + 4 H
     gate_up     BF16, or 1x128 codes with `Decoder.save_fp8`  4 I, or 2 I
@@ -32,6 +33,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.fused import fused_kernels, gated, normed, operand, project
 from lockstep.models.fused_backward import Saved, layer_backward
 from lockstep.nn.device_context import DevicePacked, output_rows
+from lockstep.nn.linear import Projection
 from lockstep.nn.mlp import MLP
 from lockstep.nn.norm import RMSNorm
 from lockstep.numerics.formats import BLOCK
@@ -94,8 +96,8 @@ class Step:
 
     def forward(self, h_TK: Tensor, delta_TK: Tensor | None) -> tuple[Tensor, Tensor, Saved | Tensor]:
         """`apply`'s results, and what the backward pass starts from: everything it reads, or the layer's input alone."""
-        h_TK, x = normed(self.layer.input_layernorm, h_TK, delta_TK, operand(self.layer.self_attn.qkv))
-        saved, y = self.run(h_TK, x)
+        h_TK, x, inverse_T = _normed(self.layer.input_layernorm, h_TK, delta_TK, self.layer.self_attn.qkv)
+        saved, y = self.run(h_TK, x, inverse_T)
         assert isinstance(self.layer.mlp, MLP)
         return (
             saved.h2_TK,
@@ -103,17 +105,20 @@ class Step:
             saved.h_TK if self.checkpointing else saved,
         )
 
-    def run(self, h_TK: Tensor, x: Rows, *, again: bool = False) -> tuple[Saved, Rows]:
+    def run(
+        self, h_TK: Tensor, x: Rows, inverse_T: Tensor | None, *, again: bool = False
+    ) -> tuple[Saved, Rows]:
         """(what backward reads, input of the last product) from the residual stream and its first norm."""
         layer, attention, mlp = self.layer, self.layer.self_attn, self.layer.mlp
         assert isinstance(mlp, MLP)
         qkv = project(attention.qkv, x)
         out, lse = self.context.attend(self.number, qkv, attention, again=again)
         delta_TK = project(attention.o_proj.alone, output_rows(out, attention))
-        h2_TK, x = normed(layer.post_attention_layernorm, h_TK, delta_TK, operand(mlp.gate_up))
+        h2_TK, x, inverse2_T = _normed(layer.post_attention_layernorm, h_TK, delta_TK, mlp.gate_up)
         gate_up = project(mlp.gate_up, x)
         kept, y = self._gated(mlp, gate_up, keep=again or not self.checkpointing)
-        return Saved(h_TK, qkv, out, lse, h2_TK, kept, None if isinstance(y, Tensor) else y), y
+        y8 = None if isinstance(y, Tensor) else y
+        return Saved(h_TK, inverse_T, qkv, out, lse, h2_TK, inverse2_T, kept, y8), y
 
     def restored(self, kept: Saved | Tensor) -> Saved:
         """What backward reads, from what `forward` kept."""
@@ -121,8 +126,8 @@ class Step:
 
     def again(self, h_TK: Tensor) -> Saved:
         """Everything backward reads, made anew from the residual stream."""
-        _, x = normed(self.layer.input_layernorm, h_TK, None, operand(self.layer.self_attn.qkv))
-        return self.run(h_TK, x, again=True)[0]
+        _, x, inverse_T = _normed(self.layer.input_layernorm, h_TK, None, self.layer.self_attn.qkv)
+        return self.run(h_TK, x, inverse_T, again=True)[0]
 
     def _gated(self, mlp: MLP, gate_up_TN: Tensor, *, keep: bool) -> tuple[Rows, Rows]:
         """(gate and up as they wait for the backward pass, SwiGLU's output). Where `keep` and both are whole blocks, they wait in
@@ -136,6 +141,17 @@ class Step:
             y, kept = kernels.swiglu_kept(gate_up_TN, wanted)
             return kept, y
         return kernels.quantize_rows(gate_up_TN, wanted), gated(mlp, gate_up_TN)
+
+
+def _normed(
+    norm: RMSNorm, h_TK: Tensor, delta_TK: Tensor | None, projection: Projection
+) -> tuple[Tensor, Rows, Tensor | None]:
+    """(h + delta, its norm as the projection takes it, for codes also what every row was multiplied by)."""
+    wanted = operand(projection)
+    if wanted is None:
+        return *normed(norm, h_TK, delta_TK, None), None
+    assert norm.working.plain is not None
+    return fused_kernels(norm.kernels).kept_norm(h_TK, delta_TK, norm.working.plain, norm.eps, wanted)
 
 
 def parameters_of(layer: DecoderLayer) -> tuple[Tensor, ...]:

@@ -164,7 +164,7 @@ def layer_bytes_a_token(model: ModelSpec, flow: Flow, layer: int, keeping: Keepi
     gate_up = 4 * inner
     if fp8 and keeping.save_fp8 and not inner % BLOCK:
         gate_up = _row_code_bytes(2 * inner)
-    return 4 * hidden + 2 * qkv + out + gate_up + (_row_code_bytes(inner) if fp8 else 0)
+    return 4 * hidden + 2 * qkv + out + gate_up + (8 + _row_code_bytes(inner) if fp8 else 0)
 
 
 def backward_bytes(model: ModelSpec, flow: Flow, load: Load) -> int:

@@ -145,7 +145,7 @@ def _moved(model: ModelSpec, *, fp8: bool) -> tuple[float, float, float]:
     qkv = out + 2 * model.kv_size
     if fp8:
         there = 14 * hidden + 4 * qkv + 11 * inner + 3 * out
-        back = 28 * hidden + 10 * qkv + 10 * inner + 2 * out
+        back = 24 * hidden + 10 * qkv + 10 * inner
         return there, back, 6 * hidden + 4 * qkv + 3 * out
     there, back = 16 * hidden + 4 * qkv + 6 * inner, 16 * hidden + 6 * qkv + 10 * inner
     return there, back, 8 * hidden + 4 * qkv + 6 * inner

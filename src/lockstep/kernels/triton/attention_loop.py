@@ -42,11 +42,17 @@ def _soft(s, m, factor, AXIS: tl.constexpr):
 
 @triton.jit
 def _load_tile(
-    pointer, R: tl.constexpr, RP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, KV8: tl.constexpr
+    pointer,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    KV8: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
     """[RP, LP] BF16 of a page's tile of R rows and L columns."""
     if KV8:
-        x = load_widened(pointer.to(tl.pointer_type(tl.int32)), R, RP, L, LP)
+        x = load_widened(pointer.to(tl.pointer_type(tl.int32)), R, RP, L, LP, VALUES)
     else:
         r, c = tl.arange(0, RP)[:, None], tl.arange(0, LP)[None, :]
         x = tl.load(pointer + r * L + c, mask=(r < R) & (c < L), other=0.0)
@@ -130,8 +136,8 @@ def prefill_kernel(
         acc = tl.zeros((BM, DP), tl.float32)
         for step in range(start, tl.minimum(start + STEPS, pages)):
             at = tl.load(table_ptr + step).to(tl.int64) * (G * 64 * D) + g * (64 * D)
-            k = _load_tile(k_ptr + at, 64, 64, D, DP, KV8)
-            v = _load_tile(v_ptr + at, D, DP, 64, 64, KV8)
+            k = _load_tile(k_ptr + at, 64, 64, D, DP, KV8, False)
+            v = _load_tile(v_ptr + at, D, DP, 64, 64, KV8, True)
             if not KV8:
                 operands_arrived()
             s = tl.dot(q, tl.trans(k))
@@ -207,8 +213,8 @@ def decode_kernel(
     acc = tl.zeros((DP, QP), tl.float32)
     for step in range(start, tl.minimum(start + STEPS, pages)):
         at = tl.load(table_ptr + step).to(tl.int64) * (G * 64 * D) + g * (64 * D)
-        k = _load_tile(k_ptr + at, 64, 64, D, DP, KV8)
-        v = _load_tile(v_ptr + at, D, DP, 64, 64, KV8)
+        k = _load_tile(k_ptr + at, 64, 64, D, DP, KV8, False)
+        v = _load_tile(v_ptr + at, D, DP, 64, 64, KV8, True)
         if not KV8:
             operands_arrived()
         s = tl.dot(k, q)

@@ -11,6 +11,7 @@ What each pass moves, in bytes for an element (scales add 1/32 for each form wri
     quantize_both                           2                1 + 1            4
       rows alone, columns alone             2                1                3
     regroup                                 1                1                2
+    columns_of, also of a norm              2                1                3
     swiglu_backward, BF16 gate and up       2 + 2 x 2        2 x (1 + 1)      10   (of one of the N columns of y)
       gate and up as codes                  2 + 2 x 1        2 x (1 + 1)      8
       BF16 result                           2 + 2 x 2        2 x 2            10
@@ -36,6 +37,8 @@ import triton.experimental.gluon.language as gl
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.quantize import empty_codes, quantize_rows
@@ -46,6 +49,10 @@ Codes = tuple[Tensor, Tensor]
 """e4m3 codes and their scales."""
 WARPS = 8
 """Of a program: 4, 8 or 16. No bit depends on it."""
+AHEAD = True
+"""Whether a program takes one tile after the other and copies the next one in while it works. No bit depends on it."""
+TOGETHER, REGISTERS = 2, 128
+"""Programs on a processor then, and what a thread has of it."""
 FLOOR = gl.constexpr(1e-12)
 NAN_STAYS = gl.constexpr(tl.PropagateNan.ALL)
 
@@ -190,9 +197,41 @@ def store_columns(x, tile, block, words_ptr, scale_ptr, N, words_stride, POW2: g
     gl.store(words_ptr + at, words, mask=gl.expand_dims(n < columns, 1) & gl.expand_dims(w < 32, 0))
 
 
-@gluon.jit(do_not_specialize=["T", "scale_stride"])
+@gluon.jit
+def _scaled(x, tile, block, scale_ptr, scale_stride, T, FROM_CODES: gl.constexpr):
+    """The FP32 values of codes, or x."""
+    if FROM_CODES:
+        t, _ = tile_places()
+        at = block.to(gl.int64) * scale_stride + tile * 128 + t
+        scale = gl.load(scale_ptr + at, mask=t < T - tile * 128, other=0.0)
+        x = x.to(gl.float32) * gl.expand_dims(scale, 1)
+    return x
+
+
+@gluon.jit
+def _normed(x, tile, block, inverse_ptr, weight_ptr, T, N):
+    """RMSNorm of a tile of BF16 values, rounded to BF16, from what each row is multiplied by and the weight."""
+    t, c = tile_places()
+    inverse = gl.load(inverse_ptr + tile * 128 + t, mask=t < T - tile * 128, other=0.0)
+    weight = gl.load(weight_ptr + block * 128 + c, mask=c < N - block * 128, other=0.0).to(gl.float32)
+    return (widened(x) * gl.expand_dims(inverse, 1) * gl.expand_dims(weight, 0)).to(gl.bfloat16)
+
+
+@gluon.jit
+def _through(x, POW2: gl.constexpr):
+    """What the 1x128 codes of a tile's rows stand for, in FP32."""
+    SHORT: gl.constexpr = x.dtype == gl.bfloat16
+    x = widened(x)
+    scale = _scale_of(x, 1, POW2)
+    return _divided(x, scale, 1, POW2, SHORT).to(gl.float8e4nv).to(gl.float32) * gl.expand_dims(scale, 1)
+
+
+@gluon.jit(do_not_specialize=["T", "scale_stride", "total"])
 def _both(
     x_ptr,
+    x_desc,
+    inverse_ptr,
+    weight_ptr,
     codes_ptr,
     scale_ptr,
     words_ptr,
@@ -202,23 +241,58 @@ def _both(
     x_stride,
     scale_stride,
     words_stride,
+    blocks,
+    total,
     ROWS: gl.constexpr,
     FROM_CODES: gl.constexpr,
+    THROUGH: gl.constexpr,
+    NORM: gl.constexpr,
+    POW2_ROWS: gl.constexpr,
     POW2: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
-    """x [T, N] (values; or codes, with their scales at `scale_ptr`) to columns, and to rows on demand."""
-    block, tile = gl.program_id(0), gl.program_id(1)
+    """x [T, N] (values; or codes, with their scales at `scale_ptr`) to columns, and to rows on demand: `total` tiles, `blocks`
+    side by side. THROUGH: columns of what the codes of rows stand for; NORM: of those of x's norm. AHEAD: a tile is copied in
+    while the one before is worked on."""
     t, c = tile_places()
-    rows, columns = T - tile * 128, N - block * 128
-    inside = gl.expand_dims(t < rows, 1) & gl.expand_dims(c < columns, 0)
-    x_ptr += (tile.to(gl.int64) * 128) * x_stride + block * 128
-    x = gl.load(x_ptr + gl.expand_dims(t * x_stride, 1) + gl.expand_dims(c, 0), mask=inside, other=0.0)
-    if FROM_CODES:
-        scale_at = block.to(gl.int64) * scale_stride + tile * 128 + t
-        x = x.to(gl.float32) * gl.expand_dims(gl.load(scale_ptr + scale_at, mask=t < rows, other=0.0), 1)
-    if ROWS:
-        store_rows(x, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2)
-    store_columns(x, tile, block, words_ptr, column_scale_ptr, N, words_stride, POW2)
+    own, programs = gl.program_id(0), gl.num_programs(0)
+    if AHEAD:
+        ring = gl.allocate_shared_memory(x_desc.dtype, [2, 128, 128], x_desc.layout)
+        ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for place in gl.static_range(2):
+            mbarrier.init(ready.index(place), count=1)
+        fence_async_shared()
+        mbarrier.expect(ready.index(0), x_desc.block_type.nbytes)
+        at = [own // blocks * 128, own % blocks * 128]
+        tma.async_copy_global_to_shared(x_desc, at, ready.index(0), ring.index(0))
+    turn = 0
+    for one in range(own, total, programs):
+        tile, block = one // blocks, one % blocks
+        if AHEAD:
+            slot, later = turn % 2, one + programs
+            gl.thread_barrier()  # all have read what is in the other slot
+            mbarrier.expect(ready.index(1 - slot), x_desc.block_type.nbytes, pred=later < total)
+            at = [later // blocks * 128, later % blocks * 128]
+            tma.async_copy_global_to_shared(
+                x_desc, at, ready.index(1 - slot), ring.index(1 - slot), pred=later < total
+            )
+            mbarrier.wait(ready.index(slot), (turn // 2) & 1)
+            x = ring.index(slot).load(tile_layout(gl.num_warps()))
+            turn += 1
+        else:
+            inside = gl.expand_dims(t < T - tile * 128, 1) & gl.expand_dims(c < N - block * 128, 0)
+            first = x_ptr + (tile.to(gl.int64) * 128) * x_stride + block * 128
+            x = gl.load(
+                first + gl.expand_dims(t * x_stride, 1) + gl.expand_dims(c, 0), mask=inside, other=0.0
+            )
+        x = _scaled(x, tile, block, scale_ptr, scale_stride, T, FROM_CODES)
+        if NORM:
+            x = _normed(x, tile, block, inverse_ptr, weight_ptr, T, N)
+        if THROUGH:
+            x = _through(x, POW2_ROWS)
+        if ROWS:
+            store_rows(x, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2)
+        store_columns(x, tile, block, words_ptr, column_scale_ptr, N, words_stride, POW2)
 
 
 def padded_tokens(tokens: int) -> int:
@@ -271,12 +345,12 @@ def _quantize_both(x_TN: Tensor, *, pow2: bool, rows: bool) -> list[Tensor]:
     return found
 
 
-def _columns_of(codes_TK: Tensor) -> Codes:
-    tokens, width = codes_TK.shape
-    return empty_columns(tokens, width, codes_TK.device)
+def _columns_of(x_TK: Tensor) -> Codes:
+    tokens, width = x_TK.shape
+    return empty_columns(tokens, width, x_TK.device)
 
 
-@operation("regroup", fake=_columns_of)
+@operation("regroup", fake=lambda codes_TK: _columns_of(codes_TK))
 def regroup(codes_TK: Tensor, scale: Tensor, *, pow2: bool) -> tuple[Tensor, Tensor]:
     """Columns (as in `quantize_both`) of the FP32 values of 1x128 codes [T, K] with scale [T, ceil(K / 128)]."""
     assert codes_TK.stride(1) == 1
@@ -286,16 +360,45 @@ def regroup(codes_TK: Tensor, scale: Tensor, *, pow2: bool) -> tuple[Tensor, Ten
     return found
 
 
+@operation("columns_of", fake=_columns_of)
+def columns_of(
+    x_TK: Tensor, inverse_T: Tensor | None, weight_K: Tensor | None, *, pow2_rows: bool, pow2: bool
+) -> tuple[Tensor, Tensor]:
+    """`regroup` of the 1x128 codes that BF16 rows [T, K] have; with `inverse_T` (FP32) and `weight_K` those of x inverse weight,
+    rounded to BF16 as `norm.rms_norm` does it."""
+    assert x_TK.stride(1) == 1 and (inverse_T is None) == (weight_K is None)
+    found = _columns_of(x_TK)
+    _launch(
+        x_TK, x_TK.stride(0), None, found, from_codes=False, pow2=pow2, through=True, pow2_rows=pow2_rows,
+        norm=None if inverse_T is None or weight_K is None else (inverse_T, weight_K),
+    )  # fmt: skip
+    return found
+
+
 def _launch(
-    x_TN: Tensor, x_stride: int, rows: Codes | None, columns: Codes, *, from_codes: bool, pow2: bool
+    x_TN: Tensor,
+    x_stride: int,
+    rows: Codes | None,
+    columns: Codes,
+    *,
+    from_codes: bool,
+    pow2: bool,
+    through: bool = False,
+    pow2_rows: bool = False,
+    norm: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """rows: where they go, or where x's scales are."""
+    """rows: where they go, or where x's scales are. norm: of every row, and the weight."""
     tokens, width = x_TN.shape
     if tokens == 0 or width == 0:
         return
     codes, scale = rows if rows is not None else columns
-    _both[(cdiv(width, BLOCK), cdiv(tokens, BLOCK))](
+    blocks = cdiv(width, BLOCK)
+    total = blocks * cdiv(tokens, BLOCK)
+    ahead = AHEAD and aligned(x_TN)
+    _both[(programs(total, x_TN.device, TOGETHER) if ahead else total,)](
         x_TN,
+        tiles(x_TN, 128, 128) if ahead else x_TN,
+        *(norm if norm is not None else (x_TN, x_TN)),
         codes,
         scale,
         words(columns[0]),
@@ -305,8 +408,32 @@ def _launch(
         x_stride,
         scale.stride(1),
         columns[0].stride(0) // 4,
+        blocks,
+        total,
         rows is not None and not from_codes,
         from_codes,
+        through,
+        norm is not None,
+        pow2_rows,
         pow2,
+        ahead,
         num_warps=WARPS,
+        maxnreg=REGISTERS if ahead else None,
     )
+
+
+def aligned(*matrices: Tensor) -> bool:
+    """Whether bulk copies take these rows."""
+    return all(x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in matrices)
+
+
+def tiles(x_TN: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """For bulk copies of tiles; what lies outside of x is zero."""
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, E4M3: gl.float8e4nv}
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], kinds[x_TN.dtype])
+    return TensorDescriptor.from_tensor(x_TN, [rows, columns], layout)
+
+
+def programs(total: int, device: torch.device, together: int) -> int:
+    """Of a launch whose programs take one tile after the other, `together` on a processor."""
+    return min(total, together * torch.cuda.get_device_properties(device).multi_processor_count)

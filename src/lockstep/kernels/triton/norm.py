@@ -25,12 +25,14 @@ def _norm(
     out_ptr,
     codes_ptr,
     scale_ptr,
+    inverse_ptr,
     K,
     eps,
     scale_stride,
     groups,
     GP: tl.constexpr,
     ADD: tl.constexpr,
+    KEEP: tl.constexpr,
     FP8: tl.constexpr,
     POW2: tl.constexpr,
 ):
@@ -47,6 +49,8 @@ def _norm(
     x = x.to(tl.float32)
     mean = tl.div_rn(tl.sum(tl.sum(x * x, 1), 0), K.to(tl.float32))
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    if KEEP:
+        tl.store(inverse_ptr + row, inverse)
     y = (x * inverse * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
     if FP8:
         store_row_codes(y.to(tl.float32), row, codes_ptr, scale_ptr, K, scale_stride, groups, GP, POW2)
@@ -64,26 +68,37 @@ def rms_norm(
     pow2: bool = False,
 ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor]]:
     """(x + delta, its norm): the norm as BF16 rows, or as (codes, scale) when `fp8`. All inputs contiguous."""
-    found = _add_norm(x_TK, weight_K, eps, delta_TK, fp8=fp8, pow2=pow2)
+    found = _add_norm(x_TK, weight_K, eps, delta_TK, fp8=fp8, pow2=pow2, keep=False)
     total = x_TK if delta_TK is None else found[0]
     return total, ((found[-2], found[-1]) if fp8 else found[-1])
 
 
-def _results(x_TK: Tensor, delta_TK: Tensor | None, fp8: bool) -> list[Tensor]:
-    """Storage for the sum, if there is one, and then for the norm or its codes and scales."""
+def kept_norm(
+    x_TK: Tensor, weight_K: Tensor, eps: float, *, delta_TK: Tensor | None = None, pow2: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+    """(x + delta, codes and scales of its norm, 1 / sqrt(mean square + eps) of every row, FP32): `rms_norm` for a backward pass,
+    which makes the norm again from the last (`columns.columns_of`)."""
+    *total, codes, scale, inverse_T = _add_norm(x_TK, weight_K, eps, delta_TK, fp8=True, pow2=pow2, keep=True)
+    return (total[0] if total else x_TK), (codes, scale), inverse_T
+
+
+def _results(x_TK: Tensor, delta_TK: Tensor | None, fp8: bool, keep: bool) -> list[Tensor]:
+    """Storage for the sum, if there is one, for the norm or its codes and scales, and for what `keep` keeps."""
     rows, columns = x_TK.shape
     total = () if delta_TK is None else (torch.empty_like(x_TK),)
-    return [*total, *(empty_codes(rows, columns, x_TK.device) if fp8 else (torch.empty_like(x_TK),))]
+    norm = empty_codes(rows, columns, x_TK.device) if fp8 else (torch.empty_like(x_TK),)
+    return [*total, *norm, *((torch.empty(rows, dtype=torch.float32, device=x_TK.device),) if keep else ())]
 
 
 @operation("add_norm", fake=_results)
 def _add_norm(
-    x_TK: Tensor, weight_K: Tensor, eps: float, delta_TK: Tensor | None, *, fp8: bool, pow2: bool
+    x_TK: Tensor, weight_K: Tensor, eps: float, delta_TK: Tensor | None, *, fp8: bool, pow2: bool, keep: bool
 ) -> list[Tensor]:
     rows, columns = x_TK.shape
     groups = cdiv(columns, 128)
-    found = _results(x_TK, delta_TK, fp8)
-    codes, scale = found[-2:] if fp8 else (x_TK, x_TK)
+    found = _results(x_TK, delta_TK, fp8, keep)
+    norm = found[0 if delta_TK is None else 1 :]
+    codes, scale = (norm[0], norm[1]) if fp8 else (x_TK, x_TK)
     if rows:
         blocks = power_of_2(groups)
         _norm[(rows,)](
@@ -91,15 +106,17 @@ def _add_norm(
             x_TK if delta_TK is None else delta_TK,
             weight_K,
             x_TK if delta_TK is None else found[0],
-            x_TK if fp8 else found[-1],
+            x_TK if fp8 else norm[0],
             codes,
             scale,
+            norm[-1] if keep else x_TK,
             columns,
             eps,
             scale.stride(1) if fp8 else 0,
             groups,
             blocks,
             delta_TK is not None,
+            keep,
             fp8,
             pow2,
             num_warps=min(16, max(4, blocks // 2)),

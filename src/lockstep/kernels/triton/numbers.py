@@ -101,7 +101,7 @@ def short_codes_of(x, scale, POW2: tl.constexpr):
 
 @triton.jit
 def place_of(i, GROUPS: tl.constexpr):
-    """Where element i of a row of 16 * GROUPS codes lies in a page.
+    """Where element i of a key of 16 * GROUPS codes lies in its row of a page.
 
     The left operand of a warpgroup product wants, in each of four lanes, elements 2c, 2c + 1, 2c + 8, 2c + 9 of every 16. A
     page stores just these four as one word, and the words of a lane side by side, so that a lane reads its share of a row with
@@ -110,6 +110,19 @@ def place_of(i, GROUPS: tl.constexpr):
     within = i % 16
     lane, pair = (within % 8) // 2, within // 8
     return (lane * GROUPS + i // 16) * 4 + pair * 2 + within % 2
+
+
+@triton.jit
+def value_place(d, i, D: tl.constexpr):
+    """Where code d of a value lies in a page's tile of one head, for the page's i-th token.
+
+    A word holds one dimension of four tokens, as above. Words [4, D / 8, 4, 8] stand by group of 16 tokens, dimension / 8, lane
+    and dimension % 8: a token writes a byte of every word in D / 8 sectors of 32 bytes. (With a dimension's tokens side by side
+    it would touch D sectors, and decode waits for them.) A warp of the left operand reads 128 bytes that lie side by side.
+    """
+    within = i % 16
+    lane, pair = (within % 8) // 2, within // 8
+    return (((i // 16 * (D // 8) + d // 8) * 4 + lane) * 8 + d % 8) * 4 + pair * 2 + within % 2
 
 
 _WIDEN_PAIR = """
@@ -138,15 +151,21 @@ def _widen_words(words):
 
 
 @triton.jit
-def load_widened(pointer, R: tl.constexpr, RP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr):
-    """[RP, LP] BF16 of R rows of L codes stored as `place_of` says, zeros beyond. `pointer`: int32, the first row's words.
+def load_widened(
+    pointer, R: tl.constexpr, RP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, VALUES: tl.constexpr
+):
+    """[RP, LP] BF16 of a page's tile of one head, zeros beyond: R keys of L codes stored as `place_of` says, or with VALUES R
+    dimensions of L tokens as `value_place` does. `pointer`: int32, the tile's words.
 
-    Permuting and joining cost nothing: the compiler finds that each thread already holds its elements.
+    Permuting and joining keys cost nothing: the compiler finds that each thread already holds its elements.
     """
     row = tl.arange(0, RP)[:, None, None]
     lane = tl.arange(0, 4)[None, :, None]
     group = tl.arange(0, LP // 16)[None, None, :]
-    at = row * (L // 4) + lane * (L // 16) + group
+    if VALUES:
+        at = ((group * (R // 8) + row // 8) * 4 + lane) * 8 + row % 8
+    else:
+        at = row * (L // 4) + lane * (L // 16) + group
     inside = (group < L // 16) & (lane < 4) & (row < R)
     first, second = _widen_words(tl.load(pointer + at, mask=inside, other=0))
     a, b = (first & 0xFFFF).to(tl.int16), (first >> 16).to(tl.int16)

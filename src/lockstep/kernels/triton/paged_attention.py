@@ -6,8 +6,9 @@ so eight take the place of sixteen: half of the exponentials, and registers for 
 
 Where the kernel before writes the last page alone, the first ones are fetched while it runs.
 
-Pages come by bulk copies into a ring. A page stores its codes so that a lane's share of a row is contiguous (`numbers.place_of`);
-lanes read it as words and widen them in registers, where the instruction takes its left operand from.
+Pages come by bulk copies into a ring. A page stores codes by the words that lanes need: of a key side by side
+(`numbers.place_of`), of values where a warp reads them together (`numbers.value_place`). Lanes widen words in registers, where
+the instruction takes its left operand from.
 
 Next: `attention.py`, which launches this.
 """
@@ -55,6 +56,13 @@ def _widened(words, R: gl.constexpr, L: gl.constexpr, out: gl.constexpr):
 
 
 @gluon.jit
+def _by_dimension(words, D: gl.constexpr):
+    """[D, 16] words of the tile [D / 2, 32] of a page's values; no word changes hands."""
+    words = gl.permute(gl.reshape(words, [4, D // 8, 4, 8]), (1, 3, 2, 0))
+    return gl.reshape(words, [D, 16])
+
+
+@gluon.jit
 def _fill(k_desc, v_desc, rings, ready, slot, page, g, G: gl.constexpr, D: gl.constexpr, wanted):
     """Copies keys and values of a page into a slot."""
     k_ring, v_ring = rings
@@ -62,7 +70,7 @@ def _fill(k_desc, v_desc, rings, ready, slot, page, g, G: gl.constexpr, D: gl.co
     mbarrier.expect(bar, k_desc.block_type.nbytes + v_desc.block_type.nbytes, pred=wanted)
     at = page * G + g
     tma.async_copy_global_to_shared(k_desc, [at * PAGE, 0], bar, k_ring.index(slot), pred=wanted)
-    tma.async_copy_global_to_shared(v_desc, [at * D, 0], bar, v_ring.index(slot), pred=wanted)
+    tma.async_copy_global_to_shared(v_desc, [at * (D // 2), 0], bar, v_ring.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -79,7 +87,7 @@ def _paged(
     Q: gl.constexpr = H // G
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     k_ring = gl.allocate_shared_memory(gl.int32, [STAGES, PAGE, D // 4], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(gl.int32, [STAGES, D, PAGE // 4], v_desc.layout)
+    v_ring = gl.allocate_shared_memory(gl.int32, [STAGES, D // 2, PAGE // 2], v_desc.layout)
     q_smem = gl.allocate_shared_memory(bf16, [QUERIES, D], flat)
     p_smem = gl.allocate_shared_memory(bf16, [QUERIES, PAGE], flat)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -139,7 +147,7 @@ def _paged(
         m = new
         p_smem.permute((1, 0)).store(p.to(bf16))
         fence_async_shared()
-        v = _widened(values, D, PAGE, out)
+        v = _widened(_by_dimension(values, D), D, PAGE, out)
         _fill(k_desc, v_desc, rings, ready, slot, page, g, G, D, later < stop)
         den = warpgroup_mma(ones, p_smem.permute((1, 0)), den * decay, is_async=True)
         acc = warpgroup_mma(v, p_smem.permute((1, 0)), acc * decay, is_async=True)
@@ -197,25 +205,36 @@ def launch(
     batch, heads, dim = q_BHD.shape
     kv_heads = k_pages.shape[1]
     _paged[(kv_heads, batch, splits)](
-        q_BHD, _words(k_pages, 64), _words(v_pages, dim), out, part, state, table_BP, lengths_B, *scales, out_scale,
-        out_scale.stride(1), base, table_BP.stride(0), splits, heads, kv_heads, dim, steps, splits > 1, codes, pow2,
-        stages, early, _lanes(PAGE.value, dim), _lanes(dim, PAGE.value), num_warps=4, launch_pdl=True,
+        q_BHD, _words(k_pages, 64, dim // 4), _words(v_pages, dim // 2, 32), out, part, state, table_BP, lengths_B,
+        *scales, out_scale, out_scale.stride(1), base, table_BP.stride(0), splits, heads, kv_heads, dim, steps,
+        splits > 1, codes, pow2, stages, early, _key_lanes(dim), _value_lanes(dim), num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 
 @lru_cache
-def _lanes(rows: int, length: int) -> gl.DistributedLinearLayout:
-    """Who holds which word of `rows` rows of `length` codes: as the instruction spreads its left operand, a lane has its words
-    of a row, then of the row 8 below, then 64 below."""
-    words, lane = length // 4, length // 16
+def _key_lanes(dim: int) -> gl.DistributedLinearLayout:
+    """Who holds which word of 64 keys [64, dim / 4]: as the instruction spreads its left operand, a lane has its words of a key,
+    then of the key 8 further on."""
+    lane = dim // 16
     within = [[0, 1 << bit] for bit in range(lane.bit_length() - 1)]
-    below = [[8, 0], *([[64, 0]] if rows == 128 else [])]
     lanes = [[0, lane], [0, 2 * lane], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([*within, *below], lanes, [[16, 0], [32, 0]], [], [rows, words])
+    return gl.DistributedLinearLayout(
+        [*within, [8, 0]], lanes, [[16, 0], [32, 0]], [], [PAGE.value, dim // 4]
+    )
 
 
-def _words(pages: Tensor, rows: int) -> TensorDescriptor:
-    """Rows of codes as words."""
-    words = pages.view(torch.uint8).view(torch.int32).flatten(0, -2)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=4 * words.shape[1], element_bitwidth=32, rank=2)
-    return TensorDescriptor.from_tensor(words, [rows, words.shape[1]], layout)
+@lru_cache
+def _value_lanes(dim: int) -> gl.DistributedLinearLayout:
+    """Likewise of values [dim / 2, 32], whose words stand as `numbers.value_place` says: of a dimension the groups of 16 tokens,
+    then of the dimension 8 further on, then 64."""
+    group = dim // 8
+    held = [[group, 0], [2 * group, 0], [1, 0], *([[8, 0]] if dim == 128 else [])]
+    lanes = [[0, 8], [0, 16], [0, 1], [0, 2], [0, 4]]
+    return gl.DistributedLinearLayout(held, lanes, [[2, 0], [4, 0]], [], [dim // 2, 32])
+
+
+def _words(pages: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Codes as words, one head's tile of a page at a time."""
+    words = pages.view(torch.uint8).view(torch.int32).view(-1, columns)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=4 * columns, element_bitwidth=32, rank=2)
+    return TensorDescriptor.from_tensor(words, [rows, columns], layout)

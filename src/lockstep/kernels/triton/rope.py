@@ -5,44 +5,103 @@ is the left operand of a decode product as it stands, so no byte is transposed w
 
     k_pages [pages, G, 64, D]     v_pages [pages, G, D, 64]     BF16, or e4m3 under one scale for each head
 
-Within a row of e4m3 codes (D of a key, 64 keys of a value's dimension) elements stand as `numbers.place_of` says.
+Within a tile of e4m3 codes a key's elements stand as `numbers.place_of` says, values as `numbers.value_place` does.
 """
 
 from __future__ import annotations
 
 import torch
 import triton
+import triton.experimental.gluon.language as gl
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.operation import operation
-from lockstep.kernels.triton.numbers import E4M3_MAX, after_previous_first, place_of
+from lockstep.kernels.triton.numbers import E4M3_MAX, place_of, value_place
 from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 HEADS = 8
 """Heads of one kind that a program takes."""
+PAIRS = 8
+"""Neighbouring pairs of a head that a thread turns."""
 WRITTEN = 64
 """Rows of a head that a program writes to pages."""
 
 
-@triton.jit
-def _half_norm(a, b, wa, wb, eps, D: tl.constexpr, dtype: tl.constexpr):
+@gluon.jit
+def _half_norm(a, b, wa, wb, eps, D: gl.constexpr, dtype: gl.constexpr):
     """RMSNorm over a head given as its halves [heads, D / 2], rounded to the activation type."""
-    mean = tl.div_rn(tl.sum(a * a + b * b, 1), tl.full((a.shape[0],), D, tl.float32))
-    inverse = tl.div_rn(tl.full((a.shape[0],), 1.0, tl.float32), tl.sqrt_rn(mean + eps))[:, None]
-    a = (a * inverse * wa.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
-    b = (b * inverse * wb.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+    mean = gl.div_rn(gl.sum(a * a + b * b, 1), D * 1.0)
+    inverse = gl.expand_dims(gl.div_rn(1.0, gl.sqrt_rn(mean + eps)), 1)
+    a = (a * inverse * gl.expand_dims(wa.to(gl.float32), 0)).to(dtype).to(gl.float32)
+    b = (b * inverse * gl.expand_dims(wb.to(gl.float32), 0)).to(dtype).to(gl.float32)
     return a, b
 
 
-@triton.jit
-def fixed_codes(x, scale):
-    """e4m3 codes under a given scale; larger values saturate."""
-    scaled = tl.div_rn(x, scale + tl.zeros_like(x))
-    return tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX).to(tl.float8e4nv)
+@gluon.jit
+def _codes(x, scale):
+    """`fixed_codes` for a tensor with a layout and a scale for each row: the quotient by two steps of correction
+    (`numbers.codes_of`), without a branch. What lies far beyond 448 saturates before it could overflow."""
+    r = gl.expand_dims(gl.div_rn(1.0, scale), 1) + gl.zeros_like(x)
+    minus = gl.expand_dims(-scale, 1) + gl.zeros_like(x)
+    x = gl.minimum(gl.maximum(x, minus * 1024.0), minus * -1024.0)
+    q = x * r
+    q = gl.fma(gl.fma(q, minus, x), r, q)
+    q = gl.fma(gl.fma(q, minus, x), r, q)
+    bits = (q.to(gl.int32, bitcast=True) & 0x7FFFFFFF) | (x.to(gl.int32, bitcast=True) & -0x80000000)
+    return bits.to(gl.float32, bitcast=True).to(gl.float8e4nv)
 
 
-@triton.jit
+@gluon.jit
+def _place(i, GROUPS: gl.constexpr):
+    """`numbers.place_of`."""
+    within = i % 16
+    return (((within % 8) // 2) * GROUPS + i // 16) * 4 + (within // 8) * 2 + within % 2
+
+
+@gluon.jit
+def _value_place(d, i, D: gl.constexpr):
+    """`numbers.value_place`."""
+    within = i % 16
+    word = ((i // 16 * (D // 8) + d // 8) * 4 + (within % 8) // 2) * 8 + d % 8
+    return word * 4 + (within // 8) * 2 + within % 2
+
+
+@gluon.jit
+def _write_value(
+    v_ptr,
+    source_ptr,
+    flag_ptr,
+    scale_ptr,
+    slot,
+    first,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    DP: gl.constexpr,
+    HB: gl.constexpr,
+    KV8: gl.constexpr,
+):
+    """A token's values of HB heads to its page. Neighbouring lanes have neighbouring dimensions, which lie in few sectors."""
+    across: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    local = first + gl.arange(0, HB, layout=gl.SliceLayout(1, across))
+    d = gl.arange(0, DP, layout=gl.SliceLayout(0, across))
+    ok = gl.expand_dims(local < G, 1) & gl.expand_dims(d < D, 0)
+    x = gl.load(source_ptr + gl.expand_dims(local * D, 1) + gl.expand_dims(d, 0), mask=ok, other=0.0)
+    to = v_ptr + gl.expand_dims((slot // 64 * G + local) * (64 * D), 1)
+    value = x.to(gl.float32)
+    finite = gl.abs(value) < float("inf")
+    gl.store(flag_ptr + gl.zeros([HB, DP], gl.int32, across), 1, mask=ok & (finite ^ True))
+    if KV8:
+        scale = gl.load(scale_ptr + local, mask=local < G, other=1.0)
+        to += gl.expand_dims(_value_place(d, slot % 64, D), 0)
+        gl.store(to, _codes(value, scale), mask=ok)
+    else:
+        gl.store(to + gl.expand_dims(d * 64 + slot % 64, 0), x, mask=ok)
+
+
+@gluon.jit
 def _rope(
     qkv_ptr,
     q_ptr,
@@ -58,100 +117,118 @@ def _rope(
     flag_ptr,
     qkv_stride,
     eps,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_P: tl.constexpr,
-    HB: tl.constexpr,
-    NORM: tl.constexpr,
-    PAGED: tl.constexpr,
-    KV8: tl.constexpr,
-    EARLY: tl.constexpr,
+    H: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    HALF: gl.constexpr,
+    HALF_P: gl.constexpr,
+    HB: gl.constexpr,
+    E: gl.constexpr,
+    NORM: gl.constexpr,
+    PAGED: gl.constexpr,
+    KV8: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
+    """A thread owns E neighbouring pairs of one head, and whatever goes with them is loaded where it is used: no value changes
+    hands but in the norm's sum, and nothing waits at a barrier. Values on their way to a page are spread otherwise."""
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, E], [32 * E // HALF_P, HALF_P // E], [gl.num_warps(), 1], [1, 0]
+    )
+    gl.static_assert(HB % (32 * E // HALF_P * gl.num_warps()) == 0)
     if not EARLY:
-        after_previous_first()
-    t = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    q_chunks: tl.constexpr = (H + HB - 1) // HB
-    g_chunks: tl.constexpr = (G + HB - 1) // HB
-    half = tl.arange(0, HALF_P)
+        gdc_wait()
+        gdc_launch_dependents()
+    t = gl.program_id(0).to(gl.int64)
+    chunk = gl.program_id(1)
+    q_chunks: gl.constexpr = (H + HB - 1) // HB
+    g_chunks: gl.constexpr = (G + HB - 1) // HB
+    half = gl.arange(0, HALF_P, layout=gl.SliceLayout(0, layout))
     inside = half < HALF
-    head = tl.arange(0, HB)
     is_q = chunk < q_chunks
     is_v = chunk >= q_chunks + g_chunks
-    local = tl.where(is_q, chunk, tl.where(is_v, chunk - q_chunks - g_chunks, chunk - q_chunks)) * HB + head
-    limit = tl.where(is_q, H, G)
-    base = tl.where(is_q, 0, tl.where(is_v, H + G, H)) + local
-    ok = (local < limit)[:, None] & inside[None, :]
-    source = qkv_ptr + t * qkv_stride + base[:, None] * D + half[None, :]
-    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    first = chunk * HB
+    limit = H
+    base = 0
+    if not is_q:
+        first -= q_chunks * HB
+        limit = G
+        base = H
+        if is_v:
+            first -= g_chunks * HB
+            base = H + G
+    local = first + gl.arange(0, HB, layout=gl.SliceLayout(1, layout))
+    ok = gl.expand_dims(local < limit, 1) & gl.expand_dims(inside, 0)
+    at = gl.expand_dims((base + local) * D, 1) + gl.expand_dims(half, 0)
+    source = qkv_ptr + t * qkv_stride + at
+    dtype: gl.constexpr = qkv_ptr.dtype.element_ty
     # Whatever is read is asked for at once: few rows have nothing else to hide the memory's latency behind. Past the first-level
     # cache, which may hold the last step's.
-    position = tl.load(position_ptr + t, cache_modifier=".cg")
-    if not EARLY:
-        a = tl.load(source, mask=ok, other=0.0).to(tl.float32)
-        b = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
+    position = gl.load(position_ptr + t, cache_modifier=".cg")
     if PAGED:
-        slot = tl.load(slot_ptr + t, cache_modifier=".cg")
+        slot = gl.load(slot_ptr + t, cache_modifier=".cg")
+        if is_v:
+            if EARLY:
+                gdc_wait()
+                gdc_launch_dependents()
+            source_v = qkv_ptr + t * qkv_stride + (H + G) * D
+            _write_value(v_ptr, source_v, flag_ptr, vs_ptr, slot, first, G, D, 2 * HALF_P, HB, KV8)
+            return
         if KV8:
-            k_scale = tl.load(ks_ptr + local, mask=local < G, other=1.0, cache_modifier=".cg")[:, None]
-            v_scale = tl.load(vs_ptr + local, mask=local < G, other=1.0, cache_modifier=".cg")[:, None]
+            k_scale = gl.load(ks_ptr + local, mask=local < G, other=1.0, cache_modifier=".cg")
+    if not EARLY:
+        a = gl.load(source, mask=ok, other=0.0)
+        b = gl.load(source + HALF, mask=ok, other=0.0)
     turn = table_ptr + position * (2 * HALF) + half
-    cos = tl.load(turn, mask=inside & (is_v ^ True), other=0.0, cache_modifier=".cg")[None, :]
-    sin = tl.load(turn + HALF, mask=inside & (is_v ^ True), other=0.0, cache_modifier=".cg")[None, :]
+    cos = gl.expand_dims(gl.load(turn, mask=inside, other=0.0, cache_modifier=".cg"), 0)
+    sin = gl.expand_dims(gl.load(turn + HALF, mask=inside, other=0.0, cache_modifier=".cg"), 0)
     if NORM:
+        w_ptr = kw_ptr
         if is_q:
-            wa = tl.load(qw_ptr + half, mask=inside, other=0.0, cache_modifier=".cg")
-            wb = tl.load(qw_ptr + HALF + half, mask=inside, other=0.0, cache_modifier=".cg")
-        else:
-            wa = tl.load(kw_ptr + half, mask=inside, other=0.0, cache_modifier=".cg")
-            wb = tl.load(kw_ptr + HALF + half, mask=inside, other=0.0, cache_modifier=".cg")
+            w_ptr = qw_ptr
+        wa = gl.load(w_ptr + half, mask=inside, other=0.0, cache_modifier=".cg")
+        wb = gl.load(w_ptr + HALF + half, mask=inside, other=0.0, cache_modifier=".cg")
     if EARLY:
-        after_previous_first()
-        a = tl.load(source, mask=ok, other=0.0).to(tl.float32)
-        b = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
+        gdc_wait()
+        gdc_launch_dependents()
+        a = gl.load(source, mask=ok, other=0.0)
+        b = gl.load(source + HALF, mask=ok, other=0.0)
+    a, b = a.to(gl.float32), b.to(gl.float32)
     if not is_v:
         if NORM:
             a, b = _half_norm(a, b, wa, wb, eps, D, dtype)
         a, b = a * cos - b * sin, b * cos + a * sin
-        a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+        a, b = a.to(dtype).to(gl.float32), b.to(dtype).to(gl.float32)
     if is_q:
-        q_to = q_ptr + (t * H + local)[:, None] * D + half[None, :]
-        tl.store(q_to, a.to(dtype), mask=ok)
-        tl.store(q_to + HALF, b.to(dtype), mask=ok)
+        q_to = q_ptr + gl.expand_dims((t * H + local) * D, 1) + gl.expand_dims(half, 0)
+        gl.store(q_to, a.to(dtype), mask=ok)
+        gl.store(q_to + HALF, b.to(dtype), mask=ok)
     elif PAGED:
-        tile = (slot // 64 * G + local)[:, None] * (64 * D)
-        at = slot % 64
-        wild = tl.max(tl.max((tl.abs(a) + tl.abs(b) < float("inf")).to(tl.int32) ^ 1, 1), 0)
-        if wild > 0:
-            tl.store(flag_ptr, 1)
-        if is_v:
-            v_to = v_ptr + tile + half[None, :] * 64 + (place_of(at, 4) if KV8 else at)
-            if KV8:
-                tl.store(v_to, fixed_codes(a, v_scale), mask=ok)
-                tl.store(v_to + HALF * 64, fixed_codes(b, v_scale), mask=ok)
-            else:
-                tl.store(v_to, a.to(dtype), mask=ok)
-                tl.store(v_to + HALF * 64, b.to(dtype), mask=ok)
+        tile = gl.expand_dims((slot // 64 * G + local) * (64 * D), 1)
+        within = slot % 64
+        finite = gl.abs(a) + gl.abs(b) < float("inf")
+        gl.store(flag_ptr + gl.zeros([HB, HALF_P], gl.int32, layout), 1, mask=ok & (finite ^ True))
+        k_row = k_ptr + tile + within * D
+        if KV8:
+            a_at, b_at = _place(half, D // 16), _place(half + HALF, D // 16)
+            gl.store(k_row + gl.expand_dims(a_at, 0), _codes(a, k_scale), mask=ok)
+            gl.store(k_row + gl.expand_dims(b_at, 0), _codes(b, k_scale), mask=ok)
         else:
-            k_to = k_ptr + tile + at * D + half[None, :]
-            if KV8:
-                k_row = k_ptr + tile + at * D
-                tl.store(k_row + place_of(half, D // 16)[None, :], fixed_codes(a, k_scale), mask=ok)
-                tl.store(k_row + place_of(half + HALF, D // 16)[None, :], fixed_codes(b, k_scale), mask=ok)
-            else:
-                tl.store(k_to, a.to(dtype), mask=ok)
-                tl.store(k_to + HALF, b.to(dtype), mask=ok)
+            gl.store(k_row + gl.expand_dims(half, 0), a.to(dtype), mask=ok)
+            gl.store(k_row + gl.expand_dims(half, 0) + HALF, b.to(dtype), mask=ok)
     else:
+        kv_to = k_ptr
         if is_v:
-            row_v = v_ptr + (t * G + local)[:, None] * D + half[None, :]
-            tl.store(row_v, a.to(dtype), mask=ok)
-            tl.store(row_v + HALF, b.to(dtype), mask=ok)
-        else:
-            row_k = k_ptr + (t * G + local)[:, None] * D + half[None, :]
-            tl.store(row_k, a.to(dtype), mask=ok)
-            tl.store(row_k + HALF, b.to(dtype), mask=ok)
+            kv_to = v_ptr
+        rows = kv_to + gl.expand_dims((t * G + local) * D, 1) + gl.expand_dims(half, 0)
+        gl.store(rows, a.to(dtype), mask=ok)
+        gl.store(rows + HALF, b.to(dtype), mask=ok)
+
+
+@triton.jit
+def fixed_codes(x, scale):
+    """e4m3 codes under a given scale; larger values saturate."""
+    scaled = tl.div_rn(x, scale + tl.zeros_like(x))
+    return tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX).to(tl.float8e4nv)
 
 
 def rope_and_write(
@@ -288,6 +365,7 @@ def _launch(
         return
     chunks = cdiv(heads, HEADS) + 2 * cdiv(kv_heads, HEADS)
     half = head_dim // 2
+    pairs = max(PAIRS, power_of_2(half) // 32)
     (q_weight, k_weight), (k_scale, v_scale) = norms, scales
     _rope[(rows, chunks)](
         qkv,
@@ -310,11 +388,12 @@ def _launch(
         half,
         power_of_2(half),
         HEADS,
+        pairs,
         q_weight is not None,
         paged,
         k_scale is not None,
         early,
-        num_warps=2,
+        num_warps=max(HEADS * power_of_2(half) // (32 * pairs), 1),
         enable_fp_fusion=False,
         launch_pdl=True,
     )
@@ -351,11 +430,11 @@ def _write(
     k = tl.load(k_ptr + source, mask=ok, other=0.0)
     v = tl.load(v_ptr + source, mask=ok, other=0.0)
     tile, at = (slot // 64 * G + g) * (64 * D), slot % 64
-    k_at, v_at = d, at
+    k_at, v_at = d, at[:, None] + d[None, :] * 64
     if CODES:
-        k_at, v_at = place_of(d, D // 16), place_of(at, 4)
+        k_at, v_at = place_of(d, D // 16), value_place(d[None, :], at[:, None], D)
     k_to = kp_ptr + (tile + at * D)[:, None] + k_at[None, :]
-    v_to = vp_ptr + (tile + v_at)[:, None] + d[None, :] * 64
+    v_to = vp_ptr + tile[:, None] + v_at
     if KV8:
         k = fixed_codes(k.to(tl.float32), tl.load(ks_ptr + g))
         v = fixed_codes(v.to(tl.float32), tl.load(vs_ptr + g))

@@ -20,13 +20,22 @@ from torch import Tensor
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.norm_backward import sum_parts
 from lockstep.kernels.triton.numbers import E4M3_MAX
-from lockstep.kernels.triton.rope import _half_norm
 from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 PROGRAMS = 528
 """At most: four for each multiprocessor of an H100. The bits of the norms' gradients depend on it."""
 ROWS = 16
 """Rows of a tile."""
+
+
+@triton.jit
+def _half_norm(a, b, wa, wb, eps, D: tl.constexpr, dtype: tl.constexpr):
+    """`rope._half_norm`: RMSNorm over a head given as its halves [heads, D / 2], rounded to the activation type."""
+    mean = tl.div_rn(tl.sum(a * a + b * b, 1), tl.full((a.shape[0],), D, tl.float32))
+    inverse = tl.div_rn(tl.full((a.shape[0],), 1.0, tl.float32), tl.sqrt_rn(mean + eps))[:, None]
+    a = (a * inverse * wa.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+    b = (b * inverse * wb.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+    return a, b
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -15,18 +15,21 @@ import torch
 import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.columns import (
     Codes,
+    aligned,
     approximate_reciprocal,
     empty_forms,
+    programs,
     quantize_both,
     store_columns,
     store_rows,
     tile_layout,
     tile_places,
+    tiles,
     widened,
     words,
 )
@@ -36,8 +39,8 @@ from lockstep.numerics.formats import BLOCK, E4M3
 LOG2E = gl.constexpr(1.4426950408889634)
 WARPS = 8
 """Of a program: 8 or 16. No bit depends on it."""
-REGISTERS = 128
-"""Of a thread: two programs fit a multiprocessor."""
+TOGETHER, REGISTERS = 2, 128
+"""Programs on a multiprocessor, and what a thread has of it."""
 
 
 @gluon.jit
@@ -58,17 +61,17 @@ def _gradient(dy, gate, up):
 
 
 @gluon.jit
-def _values(x, scale_ptr, scale_at, known, FROM_CODES: gl.constexpr):
+def _values(x, scale, FROM_CODES: gl.constexpr):
     """A tile of gate or up in FP32."""
     if FROM_CODES:
-        x = x.to(gl.float32) * gl.expand_dims(gl.load(scale_ptr + scale_at, mask=known, other=0.0), 1)
+        x = x.to(gl.float32) * gl.expand_dims(scale, 1)
     return widened(x)
 
 
-@gluon.jit(do_not_specialize=["T", "x_scale_stride", "scale_stride"])
+@gluon.jit(do_not_specialize=["T", "x_scale_stride", "scale_stride", "total"])
 def _swiglu_codes(
-    grad_ptr,
-    x_ptr,
+    dy_desc,
+    x_desc,
     x_scale_ptr,
     codes_ptr,
     scale_ptr,
@@ -76,63 +79,84 @@ def _swiglu_codes(
     column_scale_ptr,
     T,
     N,
-    grad_stride,
-    x_stride,
     x_scale_stride,
     scale_stride,
     words_stride,
+    total,
     FROM_CODES: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     POW2: gl.constexpr,
 ):
-    """N is a multiple of 128. Inputs and results wait in shared memory, so that two programs fit a multiprocessor."""
-    block, tile = gl.program_id(0), gl.program_id(1)
-    t, c = tile_places()
-    known = t < T - tile * 128
-    inside = gl.expand_dims(known, 1) & gl.expand_dims(c < 128, 0)
-    first, half = tile.to(gl.int64) * 128, N // 128
+    """N is a multiple of 128. A program takes one of `total` tiles after the other. Inputs and results wait in shared memory, so
+    that two programs fit a multiprocessor; results lie where inputs were, as far as these are as wide. As soon as a place is
+    free, it takes the next tile's input, which arrives while this tile is quantized."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[1, 0])
-    dy_smem = gl.allocate_shared_memory(gl.bfloat16, [128, 128], plain)
-    gate_smem = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [128, 128], plain)
-    up_smem = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [128, 128], plain)
-    at = gl.expand_dims(t * grad_stride, 1) + gl.expand_dims(c, 0)
-    async_copy.async_copy_global_to_shared(
-        dy_smem, grad_ptr + first * grad_stride + block * 128 + at, mask=inside
-    )
-    at = gl.expand_dims(t * x_stride, 1) + gl.expand_dims(c, 0)
-    x_ptr += first * x_stride + block * 128
-    async_copy.async_copy_global_to_shared(gate_smem, x_ptr + at, mask=inside)
-    async_copy.async_copy_global_to_shared(up_smem, x_ptr + N + at, mask=inside)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
+    dy_smem = gl.allocate_shared_memory(gl.bfloat16, [128, 128], dy_desc.layout)
+    gate_smem = gl.allocate_shared_memory(x_desc.dtype, [128, 128], x_desc.layout)
+    up_smem = gl.allocate_shared_memory(x_desc.dtype, [128, 128], x_desc.layout)
     gate_out, up_out = dy_smem, up_smem
     if FROM_CODES:
         up_out = gl.allocate_shared_memory(gl.bfloat16, [128, 128], plain)
-    part: gl.constexpr = gl.BlockedLayout([32 // gl.num_warps(), 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    r = gl.arange(0, 128, layout=gl.SliceLayout(1, part))
-    at = block.to(gl.int64) * x_scale_stride + tile * 128 + r
-    for first_column in gl.static_range(0, 128, 64):  # in parts, so that no register is spilled
-        dy = widened(dy_smem.slice(first_column, 64, 1).load(part))
-        gate = gate_smem.slice(first_column, 64, 1).load(part)
-        up = up_smem.slice(first_column, 64, 1).load(part)
-        gate = _values(gate, x_scale_ptr, at, r < T - tile * 128, FROM_CODES)
-        up_at = at + half.to(gl.int64) * x_scale_stride
-        up = _values(up, x_scale_ptr, up_at, r < T - tile * 128, FROM_CODES)
-        d_gate, d_up = _gradient(dy, gate, up)
-        gate_out.slice(first_column, 64, 1).store(d_gate)
-        up_out.slice(first_column, 64, 1).store(d_up)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    fence_async_shared()
+    size: gl.constexpr = dy_desc.block_type.nbytes + 2 * x_desc.block_type.nbytes
+    blocks, own, programs = N // 128, gl.program_id(0), gl.num_programs(0)
+    part: gl.constexpr = gl.BlockedLayout([32 // gl.num_warps(), 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, part))
     owned: gl.constexpr = tile_layout(gl.num_warps())
-    for which in gl.static_range(2):
-        if which == 0:
-            x = gate_out.load(owned)
-        else:
-            x = up_out.load(owned)
-        to = block + which * half
-        if ROWS:
-            store_rows(x, tile, to, codes_ptr, scale_ptr, T, 2 * N, scale_stride, POW2)
-        if COLUMNS:
-            store_columns(x, tile, to, words_ptr, column_scale_ptr, 2 * N, words_stride, POW2)
+    t, n = own // blocks * 128, own % blocks * 128
+    mbarrier.expect(ready, size)
+    tma.async_copy_global_to_shared(dy_desc, [t, n], ready, dy_smem)
+    tma.async_copy_global_to_shared(x_desc, [t, n], ready, gate_smem)
+    tma.async_copy_global_to_shared(x_desc, [t, N + n], ready, up_smem)
+    phase = 0
+    for one in range(own, total, programs):
+        tile, block = one // blocks, one % blocks
+        mbarrier.wait(ready, phase)
+        phase ^= 1
+        for first in gl.static_range(0, 128, 64):  # in parts, so that no register is spilled
+            gate_scale, up_scale = 1.0, 1.0
+            if FROM_CODES:
+                row = tile * 128 + first + r
+                at = x_scale_ptr + block.to(gl.int64) * x_scale_stride + row
+                gate_scale = gl.load(at, mask=row < T, other=0.0)
+                up_scale = gl.load(at + blocks.to(gl.int64) * x_scale_stride, mask=row < T, other=0.0)
+            dy = widened(dy_smem.slice(first, 64, 0).load(part))
+            gate = _values(gate_smem.slice(first, 64, 0).load(part), gate_scale, FROM_CODES)
+            up = _values(up_smem.slice(first, 64, 0).load(part), up_scale, FROM_CODES)
+            d_gate, d_up = _gradient(dy, gate, up)
+            gate_out.slice(first, 64, 0).store(d_gate)
+            up_out.slice(first, 64, 0).store(d_up)
+        later = one + programs
+        wanted, t, n = later < total, later // blocks * 128, later % blocks * 128
+        gl.thread_barrier()
+        mbarrier.expect(ready, size, pred=wanted)
+        tma.async_copy_global_to_shared(x_desc, [t, n], ready, gate_smem, pred=wanted)
+        if FROM_CODES:
+            tma.async_copy_global_to_shared(x_desc, [t, N + n], ready, up_smem, pred=wanted)
+        for which in gl.static_range(2):
+            if which == 0:
+                x = gate_out.load(owned)
+            else:
+                x = up_out.load(owned)
+            to = block + which * blocks
+            if ROWS:
+                store_rows(x, tile, to, codes_ptr, scale_ptr, T, 2 * N, scale_stride, POW2)
+            else:
+                store_columns(x, tile, to, words_ptr, column_scale_ptr, 2 * N, words_stride, POW2)
+            # Whoever quantized x has it in registers.
+            if which == 0:
+                gl.thread_barrier()
+                fence_async_shared()
+                tma.async_copy_global_to_shared(dy_desc, [t, n], ready, dy_smem, pred=wanted)
+            elif not FROM_CODES:
+                gl.thread_barrier()
+                fence_async_shared()
+                tma.async_copy_global_to_shared(x_desc, [t, N + n], ready, up_smem, pred=wanted)
+            if ROWS and COLUMNS:
+                store_columns(x, tile, to, words_ptr, column_scale_ptr, 2 * N, words_stride, POW2)
 
 
 @gluon.jit(do_not_specialize=["T", "x_scale_stride"])
@@ -160,9 +184,12 @@ def _swiglu_plain(
     x_ptr += first * x_stride + block * 128
     gate = gl.load(x_ptr + at, mask=inside, other=0.0)
     up = gl.load(x_ptr + N + at, mask=inside, other=0.0)
-    at = block.to(gl.int64) * x_scale_stride + tile * 128 + t
-    gate = _values(gate, x_scale_ptr, at, known, FROM_CODES)
-    up = _values(up, x_scale_ptr, at + (N // 128).to(gl.int64) * x_scale_stride, known, FROM_CODES)
+    gate_scale, up_scale = 1.0, 1.0
+    if FROM_CODES:
+        at = x_scale_ptr + block.to(gl.int64) * x_scale_stride + tile * 128 + t
+        gate_scale = gl.load(at, mask=known, other=0.0)
+        up_scale = gl.load(at + (N // 128).to(gl.int64) * x_scale_stride, mask=known, other=0.0)
+    gate, up = _values(gate, gate_scale, FROM_CODES), _values(up, up_scale, FROM_CODES)
     d_gate, d_up = _gradient(widened(dy), gate, up)
     out_ptr += first * (2 * N) + block * 128
     at = gl.expand_dims(t * (2 * N), 1) + gl.expand_dims(c, 0)
@@ -216,21 +243,25 @@ def _backward(
     assert not coded or (width % BLOCK == 0 and scale.stride(0) == 1)
     grid = (cdiv(width, BLOCK), cdiv(tokens, BLOCK))
     sizes = (tokens, width, grad_TN.stride(0), held.stride(0), scale.stride(1) if coded else 0)
-    if fp8 and width % BLOCK == 0 and _aligned(grad_TN, held):
+    if fp8 and width % BLOCK == 0 and aligned(grad_TN, held):
         found = _results(grad_TN, fp8, rows, columns)
         to = (found[0], found[1]) if rows else (grad_TN, grad_TN)
         to_words = (found[-2], found[-1]) if columns else (grad_TN.view(E4M3), grad_TN)
         if tokens and width and (rows or columns):
-            _swiglu_codes[grid](
-                grad_TN,
-                held,
+            total = grid[0] * grid[1]
+            _swiglu_codes[(programs(total, grad_TN.device, TOGETHER),)](
+                tiles(grad_TN, 128, 128),
+                tiles(held, 128, 128),
                 scale,
                 *to,
                 words(to_words[0]),
                 to_words[1],
-                *sizes,
+                tokens,
+                width,
+                scale.stride(1) if coded else 0,
                 to[1].stride(1),
                 to_words[0].stride(0) // 4,
+                total,
                 coded,
                 rows,
                 columns,
@@ -245,8 +276,3 @@ def _backward(
     # Where N is ragged, a group has columns of both halves.
     forms = quantize_both(out, pow2=pow2, rows=rows, columns=columns) if fp8 else ((out,),)
     return [part for form in forms if form is not None for part in form]
-
-
-def _aligned(*matrices: Tensor) -> bool:
-    """Whether rows can be copied 16 (codes: 8) bytes at a time."""
-    return all(x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 for x in matrices)

@@ -15,9 +15,9 @@ from lockstep.kernels.triton.numbers import load_widened
 
 
 @triton.jit
-def _tile(codes_ptr, out_ptr, R: tl.constexpr, L: tl.constexpr):
+def _tile(codes_ptr, out_ptr, R: tl.constexpr, L: tl.constexpr, VALUES: tl.constexpr):
     """One page of one head: R rows of L codes, both powers of two."""
-    x = load_widened(codes_ptr.to(tl.pointer_type(tl.int32)), R, R, L, L)
+    x = load_widened(codes_ptr.to(tl.pointer_type(tl.int32)), R, R, L, L, VALUES)
     tl.store(out_ptr + tl.arange(0, R)[:, None] * L + tl.arange(0, L)[None, :], x)
 
 
@@ -26,8 +26,8 @@ def _widen(k_ptr, v_ptr, table_ptr, k_out_ptr, v_out_ptr, G, D: tl.constexpr):
     entry, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     page = tl.load(table_ptr + entry).to(tl.int64)
     at, to = (page * G + g) * (64 * D), (entry * G + g) * (64 * D)
-    _tile(k_ptr + at, k_out_ptr + to, 64, D)
-    _tile(v_ptr + at, v_out_ptr + to, D, 64)
+    _tile(k_ptr + at, k_out_ptr + to, 64, D, False)
+    _tile(v_ptr + at, v_out_ptr + to, D, 64, True)
 
 
 def _pages(k_pages: Tensor, v_pages: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
