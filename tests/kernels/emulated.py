@@ -91,6 +91,9 @@ def rope_to_pages(kind: str) -> None:
         (9, 3, 64, False),
         (12, 10, 128, True),
         (6, 2, 80, False),
+        (18, 2, 32, True),
+        (2, 1, 16, False),
+        (3, 1, 256, True),
     ):
         count, width = 9, heads + 2 * groups
         qkv, table = some(count, width * dim), torch.randn(64, 2, dim // 2)

@@ -298,6 +298,10 @@ def _jit(function: Callable[..., Any] | None = None, **_: object) -> Any:
     return Kernel if function is None else Kernel(function)
 
 
+def _assert(holds: bool) -> None:
+    assert holds
+
+
 def _shared(dtype: torch.dtype, shape: list[int], _layout: object) -> Shared | Barriers:
     if dtype == torch.int64:
         return Barriers(shape[0])
@@ -325,7 +329,7 @@ def language() -> ModuleType:
         float8e4nv=E4M3,
         constexpr=Constant,
         static_range=builtins.range,
-        static_assert=lambda *_: None,
+        static_assert=_assert,
         program_id=lambda axis: value(PROGRAM[axis]),
         num_programs=lambda axis: value(GRID[axis]),
         num_warps=lambda: WARPS[0],

@@ -147,6 +147,8 @@ def test_columns_of_values_and_of_their_norm(width: int, kind: ScaleKind, kernel
     for tokens in (*TOKENS, 5000):
         x = random(tokens, width, seed=tokens)
         _, normed, inverse = kept_norm(x, weight, EPS, pow2=pow2)
+        exact = (x.double().square().mean(1) + EPS).rsqrt()
+        torch.testing.assert_close(inverse.double(), exact, rtol=1e-6, atol=0.0)
         for source, rows in (
             ((x, None, None), kernels.rows.quantize_rows(x, pow2=pow2)),
             ((x, inverse, weight), normed),

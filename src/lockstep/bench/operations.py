@@ -145,12 +145,13 @@ def _rows(make: Maker) -> list[Call]:
             made += [
                 Call("quantize_rows", (x,), rows(width), kind),
                 *(
-                    Call("add_norm", (x, weight, 1e-6, added), [*total, *rows(width), *kept], kind | flags)
-                    for added, total in ((delta, [dense(T, width)]), (None, []))
-                    for flags, kept in (
-                        ({"fp8": True, "keep": False}, []),
-                        ({"fp8": True, "keep": True}, [dense(T, dtype=FP32)]),
+                    Call(
+                        "add_norm",
+                        (x, weight, 1e-6, added),
+                        [*total, *rows(width), dense(T, dtype=FP32)],
+                        kind | {"fp8": True},
                     )
+                    for added, total in ((delta, [dense(T, width)]), (None, []))
                 ),
                 Call("swiglu", (gate_up,), rows(width), kind | {"fp8": True, "keep": False}),
             ]
@@ -159,8 +160,8 @@ def _rows(make: Maker) -> list[Call]:
                 made.append(Call("swiglu", (gate_up,), both, kind | {"fp8": True, "keep": True}))
         plain = {"fp8": False, "pow2": False}
         made += [
-            Call("add_norm", (x, weight, 1e-6, delta), [dense(T, width)] * 2, plain | {"keep": False}),
-            Call("add_norm", (x, weight, 1e-6, None), [dense(T, width)], plain | {"keep": False}),
+            Call("add_norm", (x, weight, 1e-6, delta), [dense(T, width)] * 2, plain),
+            Call("add_norm", (x, weight, 1e-6, None), [dense(T, width)], plain),
             Call("swiglu", (gate_up,), [dense(T, width)], plain | {"keep": False}),
         ]
     return [*made, Call("quantize_rows", (some(T, 1000)[:, 40:300],), rows(260), {"pow2": False})]

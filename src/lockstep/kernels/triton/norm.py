@@ -32,7 +32,6 @@ def _norm(
     groups,
     GP: tl.constexpr,
     ADD: tl.constexpr,
-    KEEP: tl.constexpr,
     FP8: tl.constexpr,
     POW2: tl.constexpr,
 ):
@@ -49,7 +48,7 @@ def _norm(
     x = x.to(tl.float32)
     mean = tl.div_rn(tl.sum(tl.sum(x * x, 1), 0), K.to(tl.float32))
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
-    if KEEP:
+    if FP8:
         tl.store(inverse_ptr + row, inverse)
     y = (x * inverse * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
     if FP8:
@@ -68,37 +67,41 @@ def rms_norm(
     pow2: bool = False,
 ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor]]:
     """(x + delta, its norm): the norm as BF16 rows, or as (codes, scale) when `fp8`. All inputs contiguous."""
-    found = _add_norm(x_TK, weight_K, eps, delta_TK, fp8=fp8, pow2=pow2, keep=False)
-    total = x_TK if delta_TK is None else found[0]
-    return total, ((found[-2], found[-1]) if fp8 else found[-1])
+    if fp8:
+        total, codes, _ = kept_norm(x_TK, weight_K, eps, delta_TK=delta_TK, pow2=pow2)
+        return total, codes
+    *sums, out = _add_norm(x_TK, weight_K, eps, delta_TK, fp8=False, pow2=False)
+    return (sums[0] if sums else x_TK), out
 
 
 def kept_norm(
     x_TK: Tensor, weight_K: Tensor, eps: float, *, delta_TK: Tensor | None = None, pow2: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """(x + delta, codes and scales of its norm, 1 / sqrt(mean square + eps) of every row, FP32): `rms_norm` for a backward pass,
-    which makes the norm again from the last (`columns.columns_of`)."""
-    *total, codes, scale, inverse_T = _add_norm(x_TK, weight_K, eps, delta_TK, fp8=True, pow2=pow2, keep=True)
-    return (total[0] if total else x_TK), (codes, scale), inverse_T
+    which makes the norm again from the last (`columns.columns_of`). Both are one kernel: the engine's bits are the trainer's."""
+    *sums, codes, scale, inverse_T = _add_norm(x_TK, weight_K, eps, delta_TK, fp8=True, pow2=pow2)
+    return (sums[0] if sums else x_TK), (codes, scale), inverse_T
 
 
-def _results(x_TK: Tensor, delta_TK: Tensor | None, fp8: bool, keep: bool) -> list[Tensor]:
-    """Storage for the sum, if there is one, for the norm or its codes and scales, and for what `keep` keeps."""
+def _results(x_TK: Tensor, delta_TK: Tensor | None, fp8: bool) -> list[Tensor]:
+    """Storage for the sum, if there is one, and then for the norm, or for its codes, scales and row factors."""
     rows, columns = x_TK.shape
     total = () if delta_TK is None else (torch.empty_like(x_TK),)
-    norm = empty_codes(rows, columns, x_TK.device) if fp8 else (torch.empty_like(x_TK),)
-    return [*total, *norm, *((torch.empty(rows, dtype=torch.float32, device=x_TK.device),) if keep else ())]
+    if not fp8:
+        return [*total, torch.empty_like(x_TK)]
+    inverse_T = torch.empty(rows, dtype=torch.float32, device=x_TK.device)
+    return [*total, *empty_codes(rows, columns, x_TK.device), inverse_T]
 
 
 @operation("add_norm", fake=_results)
 def _add_norm(
-    x_TK: Tensor, weight_K: Tensor, eps: float, delta_TK: Tensor | None, *, fp8: bool, pow2: bool, keep: bool
+    x_TK: Tensor, weight_K: Tensor, eps: float, delta_TK: Tensor | None, *, fp8: bool, pow2: bool
 ) -> list[Tensor]:
     rows, columns = x_TK.shape
     groups = cdiv(columns, 128)
-    found = _results(x_TK, delta_TK, fp8, keep)
-    norm = found[0 if delta_TK is None else 1 :]
-    codes, scale = (norm[0], norm[1]) if fp8 else (x_TK, x_TK)
+    found = _results(x_TK, delta_TK, fp8)
+    out, *more = found[0 if delta_TK is None else 1 :]
+    scale, inverse_T = more if fp8 else (x_TK, x_TK)
     if rows:
         blocks = power_of_2(groups)
         _norm[(rows,)](
@@ -106,17 +109,16 @@ def _add_norm(
             x_TK if delta_TK is None else delta_TK,
             weight_K,
             x_TK if delta_TK is None else found[0],
-            x_TK if fp8 else norm[0],
-            codes,
+            x_TK if fp8 else out,
+            out if fp8 else x_TK,
             scale,
-            norm[-1] if keep else x_TK,
+            inverse_T,
             columns,
             eps,
             scale.stride(1) if fp8 else 0,
             groups,
             blocks,
             delta_TK is not None,
-            keep,
             fp8,
             pow2,
             num_warps=min(16, max(4, blocks // 2)),

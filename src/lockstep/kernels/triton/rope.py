@@ -23,7 +23,7 @@ from lockstep.kernels.triton.numbers import E4M3_MAX, place_of, value_place
 from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 HEADS = 8
-"""Heads of one kind that a program takes."""
+"""Heads of one kind that a program takes; more where a warp has room for more."""
 PAIRS = 8
 """Neighbouring pairs of a head that a thread turns."""
 WRITTEN = 64
@@ -363,9 +363,11 @@ def _launch(
     table_PD, positions_T, slots_T = places
     if rows == 0:
         return
-    chunks = cdiv(heads, HEADS) + 2 * cdiv(kv_heads, HEADS)
     half = head_dim // 2
-    pairs = max(PAIRS, power_of_2(half) // 32)
+    half_p = power_of_2(half)
+    pairs = min(max(PAIRS, half_p // 32), half_p)
+    together = max(HEADS, 32 * pairs // half_p)
+    chunks = cdiv(heads, together) + 2 * cdiv(kv_heads, together)
     (q_weight, k_weight), (k_scale, v_scale) = norms, scales
     _rope[(rows, chunks)](
         qkv,
@@ -386,14 +388,14 @@ def _launch(
         kv_heads,
         head_dim,
         half,
-        power_of_2(half),
-        HEADS,
+        half_p,
+        together,
         pairs,
         q_weight is not None,
         paged,
         k_scale is not None,
         early,
-        num_warps=max(HEADS * power_of_2(half) // (32 * pairs), 1),
+        num_warps=together * half_p // (32 * pairs),
         enable_fp_fusion=False,
         launch_pdl=True,
     )
