@@ -12,11 +12,14 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from lockstep.kernels.reference import ReferenceKernels  # noqa: E402
 from lockstep.kernels.triton import columns, paged_attention, rope, swiglu_backward  # noqa: E402
 from lockstep.numerics.formats import BLOCK, E4M3, column_groups, row_groups  # noqa: E402
 from lockstep.numerics.quantize import Quantized, quantize  # noqa: E402
 
 Codes = tuple[Tensor, Tensor]
+CODES = ReferenceKernels().quantize_kv
+"""Of keys or values [T, G, D] under scales [G]."""
 SHAPES = ((300, 256), (128, 128), (40, 384), (260, 130), (1, 136))
 """Tokens and width: of several tiles for each program, of one, of part of one; then ragged ones."""
 
@@ -108,21 +111,18 @@ def rope_to_pages(kind: str) -> None:
         for found, x, weight in ((q, parts[0], 0), (k, parts[1], 1)):
             assert_turned(found, x, None if norms is None else norms[weight], table[positions])
         assert torch.equal(v, parts[2])
+        keys, values = (k, v) if scales is None else (CODES(x, s) for x, s in zip((k, v), scales))
         for early in (False, True):
             given = (qkv, table, positions, slots, k_pages, v_pages)
             also = {"heads": heads, "scales": scales, "flag": flag, "early": early}
             assert torch.equal(rope.rope_and_write(*given, **also, **more), q) and not int(flag)
             for i, slot in enumerate(slots.tolist()):
                 for g in range(groups):
-                    key, value = k[i, g], v[i, g]
-                    if scales is not None:
-                        key, value = (
-                            (x.float() / s[g]).clamp(-448, 448).to(E4M3) for x, s in zip((key, value), scales)
-                        )
-                    assert_stored(k_pages[slot // 64, g], v_pages[slot // 64, g], slot % 64, key, value)
+                    tiles = k_pages[slot // 64, g], v_pages[slot // 64, g]
+                    assert_stored(*tiles, slot % 64, keys[i, g], values[i, g])
 
 
-def paged(kind: str) -> None:
+def paged(_: str) -> None:
     """Decode attention over e4m3 pages that rope has written, next to its definition in float64."""
     for heads, groups, dim in ((8, 2, 64), (8, 1, 128)):
         lengths, pages = (70, 129, 1), 7
@@ -147,13 +147,11 @@ def paged(kind: str) -> None:
             out = torch.empty_like(q)
             paged_attention.launch(
                 q, k_pages, v_pages, out, out, out, torch.tensor(lengths, dtype=torch.int32), tables, scales, out,
-                base=dim**-0.5 * 1.4426950408889634, splits=1, steps=32, codes=False, pow2=kind == "pow2", early=early,
+                base=dim**-0.5 * 1.4426950408889634, splits=1, steps=32, codes=False, pow2=False, early=early,
             )  # fmt: skip
             for found, (query, *stored) in zip(out, given, strict=True):
                 k, v = (
-                    (
-                        (x.float() / s[:, None]).clamp(-448, 448).to(E4M3).double() * s[:, None]
-                    ).repeat_interleave(heads // groups, 1)
+                    (CODES(x, s).double() * s[:, None]).repeat_interleave(heads // groups, 1)
                     for x, s in zip(stored, scales, strict=True)
                 )
                 p = torch.einsum("hd,thd->ht", query.double(), k).mul(dim**-0.5).softmax(1)

@@ -191,30 +191,6 @@ def bulk_copy(descriptor: Descriptor, at: list[Any], barrier: Any, to: Shared, p
         land()
 
 
-COMING = list[Callable[[], None]]()
-"""Copies of `async_copy` that nobody has waited for; groups are not told apart, as no kernel leaves one under way."""
-
-
-def small_copy(to: Shared, pointer: Pointer, mask: Any = None) -> None:
-    """`async_copy.async_copy_global_to_shared`: zeros where the mask says no."""
-
-    def land() -> None:
-        to.x.copy_(load(pointer, mask))
-
-    to.spoil()
-    COMING.append(land)
-    if not LATE[0]:
-        wait_group(0)
-
-
-def wait_group(outstanding: int) -> None:
-    """`async_copy.wait_group`."""
-    assert outstanding == 0, "not emulated"
-    for land in COMING:
-        land()
-    COMING.clear()
-
-
 def by_text(asm: str, constraints: str, args: list[Any], **_: object) -> Any:
     """`gl.inline_asm_elementwise` of the instructions that kernels use."""
     if "cvt.rn.satfinite.e4m3x2" in asm:
@@ -367,7 +343,7 @@ def language() -> ModuleType:
 
 def install() -> None:
     """Stand-ins for every module of Triton that a kernel imports, and a GPU of three processors."""
-    gl, (gluon, hopper, ampere) = language(), (ModuleType(n) for n in ("gluon", "hopper", "ampere"))
+    gl, gluon, hopper = language(), ModuleType("gluon"), ModuleType("hopper")
     gluon.__dict__.update(jit=_jit, constexpr_function=lambda f: f, language=gl)
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: None,
@@ -383,9 +359,6 @@ def install() -> None:
         warpgroup_mma_wait=lambda num_outstanding, deps: deps if len(deps) > 1 else deps[0],
         TensorDescriptor=SimpleNamespace(from_tensor=Descriptor),
     )
-    ampere.__dict__["async_copy"] = SimpleNamespace(
-        async_copy_global_to_shared=small_copy, commit_group=lambda: None, wait_group=wait_group
-    )
     tl = MagicMock(constexpr=Constant)
     triton = MagicMock(jit=_jit, experimental=SimpleNamespace(gluon=gluon), language=tl)
     nothing = MagicMock(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
@@ -397,6 +370,5 @@ def install() -> None:
     sys.modules.update(
         {f"{base}.gluon.language.nvidia{n}": m for n, m in (("", nothing), (".hopper", hopper))}
     )
-    sys.modules[f"{base}.gluon.language.nvidia.ampere"] = ampere
     sys.modules.update({f"{base}.gluon.nvidia{n}": m for n, m in (("", nothing), (".hopper", hopper))})
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=3)

@@ -306,8 +306,7 @@ def _around(
     def both(grad: Tensor) -> Call:
         return lambda: kernels.quantize_both(grad, rows_of)
 
-    def columns(x: Tensor, *norm: Tensor | None) -> Call:
-        inverse_T, weight_K = norm or (None, None)
+    def columns(x: Tensor, inverse_T: Tensor | None = None, weight_K: Tensor | None = None) -> Call:
         return lambda: kernels.columns_of(x, rows_of, columns_of, inverse_T=inverse_T, weight_K=weight_K)
 
     def quantized(x: Tensor) -> Call:

@@ -25,10 +25,8 @@ def copies_for(nbytes: int) -> int:
 
 def captured(launches: Sequence[Callable[[], object]], least: int) -> tuple[torch.cuda.CUDAGraph, int]:
     """(a CUDA graph of these launches one after the other, how many it holds): a whole number of rounds, at least so many."""
-    for (
-        launch
-    ) in launches:  # compiles, allocates, proves what has to be proven: nothing of that can be captured
-        launch()
+    for launch in launches:
+        launch()  # compiles, allocates, proves what has to be proven: nothing of that can be captured
     torch.cuda.synchronize()
     graph, rounds = torch.cuda.CUDAGraph(), math.ceil(least / len(launches))
     with torch.cuda.graph(graph):

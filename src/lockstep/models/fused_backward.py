@@ -62,9 +62,8 @@ class Totals:
 
     def stack(self, projection: Projection, wanted: set[int]) -> Tensor | None:
         """Of all weights of a projection, if all are wanted."""
-        return (
-            self.stacks.get(weights_key(projection)) if wanted.issuperset(weights_key(projection)) else None
-        )
+        key = weights_key(projection)
+        return self.stacks.get(key) if wanted.issuperset(key) else None
 
 
 def weights_key(projection: Projection) -> tuple[int, ...]:

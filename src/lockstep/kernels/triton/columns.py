@@ -42,7 +42,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.quantize import empty_codes, quantize_rows
-from lockstep.kernels.triton.sizes import cdiv
+from lockstep.kernels.triton.sizes import cdiv, processors
 from lockstep.numerics.formats import BLOCK, E4M3
 
 Codes = tuple[Tensor, Tensor]
@@ -397,7 +397,7 @@ def _launch(
     ahead = AHEAD and aligned(x_TN)
     _both[(programs(total, x_TN.device, TOGETHER) if ahead else total,)](
         x_TN,
-        tiles(x_TN, 128, 128) if ahead else x_TN,
+        tiles(x_TN) if ahead else x_TN,
         *(norm if norm is not None else (x_TN, x_TN)),
         codes,
         scale,
@@ -427,13 +427,13 @@ def aligned(*matrices: Tensor) -> bool:
     return all(x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in matrices)
 
 
-def tiles(x_TN: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """For bulk copies of tiles; what lies outside of x is zero."""
+def tiles(x_TN: Tensor) -> TensorDescriptor:
+    """For bulk copies of tiles of 128 by 128; what lies outside of x is zero."""
     kinds = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, E4M3: gl.float8e4nv}
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], kinds[x_TN.dtype])
-    return TensorDescriptor.from_tensor(x_TN, [rows, columns], layout)
+    layout = gl.NVMMASharedLayout.get_default_for([128, 128], kinds[x_TN.dtype])
+    return TensorDescriptor.from_tensor(x_TN, [128, 128], layout)
 
 
 def programs(total: int, device: torch.device, together: int) -> int:
     """Of a launch whose programs take one tile after the other, `together` on a processor."""
-    return min(total, together * torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(total, together * processors(device))

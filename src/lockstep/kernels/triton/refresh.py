@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ from lockstep.kernels.triton.fingerprint import (
     words_of,
 )
 from lockstep.kernels.triton.numbers import codes_of, scale_of
-from lockstep.kernels.triton.sizes import cdiv
+from lockstep.kernels.triton.sizes import cdiv, processors
 from lockstep.kernels.triton.tables import FIELDS, FOUND, SHARDS, Group, Table
 from lockstep.numerics.fingerprint import Fingerprint
 from lockstep.numerics.formats import BLOCK
@@ -386,7 +385,7 @@ def _launch_values(group: Group, kind: _Values) -> None:
         return
     steps = cdiv(kind.numel, 2 * ROUND_WORDS)
     per_tile = 4096 // ROUND_WORDS
-    most = -(-ROUND_PROGRAMS * _processors(group.found.device) // per_tile) * per_tile
+    most = -(-ROUND_PROGRAMS * processors(group.found.device) // per_tile) * per_tile
     _round[(min(steps, most), len(group))](
         group.addresses,
         group.found,
@@ -401,8 +400,3 @@ def _launch_values(group: Group, kind: _Values) -> None:
         num_warps=ROUND_WARPS,
         maxnreg=REGISTERS if kind.aligned else 2 * REGISTERS,
     )
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

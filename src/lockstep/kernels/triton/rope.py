@@ -16,10 +16,9 @@ import triton.experimental.gluon.language as gl
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.operation import operation
-from lockstep.kernels.triton.numbers import E4M3_MAX, place_of, value_place
+from lockstep.kernels.triton.numbers import E4M3_MAX, after_previous_first, place_of, value_place
 from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 HEADS = 8
@@ -55,21 +54,6 @@ def _codes(x, scale):
 
 
 @gluon.jit
-def _place(i, GROUPS: gl.constexpr):
-    """`numbers.place_of`."""
-    within = i % 16
-    return (((within % 8) // 2) * GROUPS + i // 16) * 4 + (within // 8) * 2 + within % 2
-
-
-@gluon.jit
-def _value_place(d, i, D: gl.constexpr):
-    """`numbers.value_place`."""
-    within = i % 16
-    word = ((i // 16 * (D // 8) + d // 8) * 4 + (within % 8) // 2) * 8 + d % 8
-    return word * 4 + (within // 8) * 2 + within % 2
-
-
-@gluon.jit
 def _write_value(
     v_ptr,
     source_ptr,
@@ -95,7 +79,7 @@ def _write_value(
     gl.store(flag_ptr + gl.zeros([HB, DP], gl.int32, across), 1, mask=ok & (finite ^ True))
     if KV8:
         scale = gl.load(scale_ptr + local, mask=local < G, other=1.0)
-        to += gl.expand_dims(_value_place(d, slot % 64, D), 0)
+        to += gl.expand_dims(value_place(d, slot % 64, D), 0)
         gl.store(to, _codes(value, scale), mask=ok)
     else:
         gl.store(to + gl.expand_dims(d * 64 + slot % 64, 0), x, mask=ok)
@@ -136,8 +120,7 @@ def _rope(
     )
     gl.static_assert(HB % (32 * E // HALF_P * gl.num_warps()) == 0)
     if not EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+        after_previous_first()
     t = gl.program_id(0).to(gl.int64)
     chunk = gl.program_id(1)
     q_chunks: gl.constexpr = (H + HB - 1) // HB
@@ -168,8 +151,7 @@ def _rope(
         slot = gl.load(slot_ptr + t, cache_modifier=".cg")
         if is_v:
             if EARLY:
-                gdc_wait()
-                gdc_launch_dependents()
+                after_previous_first()
             source_v = qkv_ptr + t * qkv_stride + (H + G) * D
             _write_value(v_ptr, source_v, flag_ptr, vs_ptr, slot, first, G, D, 2 * HALF_P, HB, KV8)
             return
@@ -188,8 +170,7 @@ def _rope(
         wa = gl.load(w_ptr + half, mask=inside, other=0.0, cache_modifier=".cg")
         wb = gl.load(w_ptr + HALF + half, mask=inside, other=0.0, cache_modifier=".cg")
     if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+        after_previous_first()
         a = gl.load(source, mask=ok, other=0.0)
         b = gl.load(source + HALF, mask=ok, other=0.0)
     a, b = a.to(gl.float32), b.to(gl.float32)
@@ -209,7 +190,7 @@ def _rope(
         gl.store(flag_ptr + gl.zeros([HB, HALF_P], gl.int32, layout), 1, mask=ok & (finite ^ True))
         k_row = k_ptr + tile + within * D
         if KV8:
-            a_at, b_at = _place(half, D // 16), _place(half + HALF, D // 16)
+            a_at, b_at = place_of(half, D // 16), place_of(half + HALF, D // 16)
             gl.store(k_row + gl.expand_dims(a_at, 0), _codes(a, k_scale), mask=ok)
             gl.store(k_row + gl.expand_dims(b_at, 0), _codes(b, k_scale), mask=ok)
         else:

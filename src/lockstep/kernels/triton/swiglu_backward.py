@@ -241,8 +241,7 @@ def _backward(
     coded, scale = held_scale is not None, held if held_scale is None else held_scale
     assert held.shape == (tokens, 2 * width) and held.stride(1) == grad_TN.stride(1) == 1
     assert not coded or (width % BLOCK == 0 and scale.stride(0) == 1)
-    grid = (cdiv(width, BLOCK), cdiv(tokens, BLOCK))
-    sizes = (tokens, width, grad_TN.stride(0), held.stride(0), scale.stride(1) if coded else 0)
+    grid, scale_stride = (cdiv(width, BLOCK), cdiv(tokens, BLOCK)), scale.stride(1) if coded else 0
     if fp8 and width % BLOCK == 0 and aligned(grad_TN, held):
         found = _results(grad_TN, fp8, rows, columns)
         to = (found[0], found[1]) if rows else (grad_TN, grad_TN)
@@ -250,15 +249,15 @@ def _backward(
         if tokens and width and (rows or columns):
             total = grid[0] * grid[1]
             _swiglu_codes[(programs(total, grad_TN.device, TOGETHER),)](
-                tiles(grad_TN, 128, 128),
-                tiles(held, 128, 128),
+                tiles(grad_TN),
+                tiles(held),
                 scale,
                 *to,
                 words(to_words[0]),
                 to_words[1],
                 tokens,
                 width,
-                scale.stride(1) if coded else 0,
+                scale_stride,
                 to[1].stride(1),
                 to_words[0].stride(0) // 4,
                 total,
@@ -272,7 +271,8 @@ def _backward(
         return found
     [out] = _results(grad_TN, False, False, False)
     if tokens and width:
-        _swiglu_plain[grid](grad_TN, held, scale, out, *sizes, coded, num_warps=8)
+        strides = (grad_TN.stride(0), held.stride(0), scale_stride)
+        _swiglu_plain[grid](grad_TN, held, scale, out, tokens, width, *strides, coded, num_warps=8)
     # Where N is ragged, a group has columns of both halves.
     forms = quantize_both(out, pow2=pow2, rows=rows, columns=columns) if fp8 else ((out,),)
     return [part for form in forms if form is not None for part in form]

@@ -36,6 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels import attention_form as form
 from lockstep.kernels.triton.ring import arrived
+from lockstep.kernels.triton.sizes import processors
 
 PAGE = gl.constexpr(form.PAGE)
 EMPTY = gl.constexpr(-1e30)
@@ -448,8 +449,7 @@ def launch(
     kv_heads = k_pages.shape[1]
     together = GROUPS.value // (block // 64)
     total = len(tiles_N4) * kv_heads * -(-(heads // kv_heads) // together)
-    processors = torch.cuda.get_device_properties(q_THD.device).multi_processor_count
-    programs = min(total, processors) if plan.persistent else total
+    programs = min(total, processors(q_THD.device)) if plan.persistent else total
     queries = _descriptor(q_THD.view(rows, heads * dim), 64, dim)
     keys, values = _descriptor(k_pages.view(-1, dim), 64, dim), _descriptor(v_pages.view(-1, 64), dim, 64)
     _wide[(programs,)](
