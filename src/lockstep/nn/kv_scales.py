@@ -34,6 +34,10 @@ class KVScales:
             raise ContractError(f"a sample was drawn with KV scales v{version}, these are v{self.version}")
         return self
 
+    def on_host(self) -> Tensor:
+        """[2, layers, KV heads], key scales first, in one transfer: a publication should not wait for several."""
+        return torch.stack((self.k, self.v)).cpu()
+
     def refuse_unless_usable(self, layers: int, kv_heads: int) -> None:
         """Raises ContractError, naming layer and head, unless these are positive finite scales of such a model."""
         for name, scale in (("key", self.k), ("value", self.v)):
@@ -42,18 +46,20 @@ class KVScales:
                     f"KV scales v{self.version}: {name} scales are {scale.dtype} of shape {tuple(scale.shape)}, the model "
                     f"needs float32 of ({layers}, {kv_heads})"
                 )
-            bad = (~torch.isfinite(scale) | (scale <= 0)).nonzero()
-            if len(bad):
-                layer, head = bad[0].tolist()
-                raise ContractError(
-                    f"KV scales v{self.version}: the {name} scale of layer {layer}, head {head} is {float(scale[layer, head])}"
-                )
+        held = self.on_host()
+        bad = (~(torch.isfinite(held) & (held > 0))).nonzero()
+        if len(bad):
+            which, layer, head = bad[0].tolist()
+            raise ContractError(
+                f"KV scales v{self.version}: the {('key', 'value')[which]} scale of layer {layer}, head {head} is "
+                f"{float(held[which, layer, head])}"
+            )
         if self.version < 1:
             raise ContractError(f"KV scales have version {self.version}; versions count from 1")
 
     def same_values(self, other: KVScales) -> bool:
         """Whether the other scales are the same bits, whatever their version."""
-        return all(torch.equal(a.cpu(), b.cpu()) for a, b in ((self.k, other.k), (self.v, other.v)))
+        return torch.equal(self.on_host(), other.on_host())
 
     def to(self, device: torch.device) -> KVScales:
         """The same scales on a device."""

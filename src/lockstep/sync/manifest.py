@@ -210,8 +210,7 @@ def scales_digest(scales: KVScales | None) -> str:
     if scales is None:
         return ""
     h = hashlib.sha256(repr(tuple(scales.k.shape)).encode())
-    for scale in (scales.k, scales.v):
-        h.update(scale.contiguous().cpu().numpy().tobytes())
+    h.update(scales.on_host().numpy().tobytes())
     return h.hexdigest()
 
 

@@ -52,6 +52,9 @@ host prepares what comes next, and launches are few."""
 MOST_VALUES = 1 << 30
 """So many that wait are enough in any case: what the host has to do about a wave it does while the next one runs, and the last
 one should not be long."""
+ALONE = 1 << 28
+"""A tensor of so many values is a wave: mostly the head, which comes last, and while it is remade the host takes what was found
+out about all others."""
 INFINITY_F32 = 0x7F800000
 INFINITY_BF16 = 0x7F80
 
@@ -315,6 +318,8 @@ class Pass:
 
     def again(self, added: Added) -> None:
         """See `add`."""
+        if added.numel >= ALONE and self._waiting:
+            self.launch()
         self._device = added.device
         self._table.add(added.kind, *added.addresses)
         self._quantized.append(added.quantized)
