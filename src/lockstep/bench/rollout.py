@@ -174,7 +174,6 @@ def _ours(ceilings: Ceilings, decoder: Decoder, work: Work, name: str, label: st
     engine = _engine(decoder, work)
     prompts = work.ids(decoder.spec.vocab_size)
     seconds, drawn, host = 0.0, 0, 0.0
-    decoder.model.rope.reserve(work.prompt_tokens + work.new_tokens + 1, torch.device("cuda"))
     for attempt, new_tokens in enumerate((min(WARM_TOKENS, work.new_tokens), work.new_tokens)):
         asked = _requests(prompts, new_tokens)
         engine.steps, engine.waited = 0, 0.0

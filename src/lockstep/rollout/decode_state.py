@@ -154,13 +154,16 @@ class DecodeState:
             self._captured[key].replay()
 
     def _capture(self, batch: int, splits: int) -> torch.cuda.CUDAGraph:
-        """The step as a graph. The warm-up that compiles kernels runs on dead rows, so it changes nothing."""
+        """The step as a graph. The warm-up that compiles kernels runs on dead rows, so it changes nothing. It compiles those of
+        longer sequences too: that takes seconds, which would fall into the middle of a rollout."""
         saved = self.alive.clone(), self.cursor.clone()
         self.alive.zero_()
         torch.cuda.synchronize()
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             self._step(batch, splits)
+            if splits == 1 and not self._captured and self.pages * self.cache.page_size > CHUNK:
+                self._step(batch, 2)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

@@ -32,6 +32,9 @@ from lockstep.rollout.types import Completion, FinishReason, Progress, Request
 if TYPE_CHECKING:
     from lockstep.rollout.decode_state import DecodeState
 
+ROOM = 1 << 17
+"""Tokens of a sequence that the running batch has room for from the start, if model and cache have; longer ones get more."""
+
 
 class EmbeddedEngine:
     """Implements `rollout.types.Engine` in this process.
@@ -164,9 +167,12 @@ class EmbeddedEngine:
         requests = {id(s.group): s.group.request for s in scheduler.waiting}.values()
         longest = max(len(r.prompt_ids) + r.params.max_tokens for r in requests)
         rows, state = self.spec.max_running, self.state
-        self.decoder.model.rope.reserve(longest + 1, self.cache.k.device)
         if state is None or state.decoder is not self.decoder or state.pages < self.cache.pages_for(longest):
             assert isinstance(self.cache, DeviceCache)
+            # For all that may still come, since captured steps hold on to the sizes of the block table and of the rotary table.
+            most = min(self.decoder.spec.max_position, self.cache.num_pages * PAGE, ROOM)
+            longest = max(longest, most)
+            self.decoder.model.rope.reserve(longest + 1, self.cache.k.device)
             self.state = state = DecodeState(
                 self.decoder, self.cache, rows, longest, self.spec.window, graphs=self.spec.cuda_graphs
             )

@@ -163,7 +163,7 @@ def prefill_kernel(
         tl.store(lse_ptr + (first + r) * H + h, big_m + tl.log2(total), mask=r < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "table_stride"])
 def decode_kernel(
     q_ptr,
     k_ptr,
@@ -237,7 +237,7 @@ def decode_kernel(
         _store(o, o_ptr, q_at, q_ok, scale_ptr, scale_at, i < Q, OUT8, POW2, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def join_kernel(
     part_ptr,
     state_ptr,

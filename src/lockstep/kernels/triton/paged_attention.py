@@ -73,7 +73,7 @@ def _fill(k_desc, v_desc, rings, ready, slot, page, g, G: gl.constexpr, D: gl.co
     tma.async_copy_global_to_shared(v_desc, [at * (D // 2), 0], bar, v_ring.index(slot), pred=wanted)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_stride", "splits"])
 def _paged(
     q_ptr, k_desc, v_desc, o_ptr, part_ptr, state_ptr, table_ptr, length_ptr, ks_ptr, vs_ptr, scale_ptr, scale_stride,
     base, table_stride, splits, H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, STEPS: gl.constexpr,
