@@ -14,7 +14,7 @@ from torch import Tensor  # noqa: E402
 
 from lockstep.kernels.reference import ReferenceKernels  # noqa: E402
 from lockstep.kernels.triton import columns, paged_attention, rope, swiglu_backward  # noqa: E402
-from lockstep.numerics.formats import BLOCK, E4M3, column_groups, row_groups  # noqa: E402
+from lockstep.numerics.formats import BLOCK, E4M3, column_groups, row_groups, square_blocks  # noqa: E402
 from lockstep.numerics.quantize import Quantized, quantize  # noqa: E402
 
 Codes = tuple[Tensor, Tensor]
@@ -39,8 +39,9 @@ def assert_rows(found: Codes | None, x: Tensor, kind: str) -> None:
     assert_codes(found, expected.codes, expected.scale)
 
 
-def assert_columns(found: Codes | None, x: Tensor, kind: str) -> None:
-    expected = quantize(F.pad(x.float(), (0, 0, 0, -len(x) % BLOCK)), column_groups(kind))
+def assert_columns(found: Codes | None, x: Tensor, kind: str, *, square: bool = False) -> None:
+    operand = square_blocks(kind) if square else column_groups(kind)
+    expected = quantize(F.pad(x.float(), (0, 0, 0, -len(x) % BLOCK)), operand)
     assert_codes(found, expected.codes.t(), expected.scale.t())
 
 
@@ -69,7 +70,9 @@ def regroup(kind: str) -> None:
     """Codes of rows to columns."""
     for shape in SHAPES:
         codes, x = held(some(*shape))
-        assert_columns(columns.regroup(*codes, pow2=kind == "pow2"), x.dequantize(), kind)
+        for square in (False, True):
+            found = columns.regroup(*codes, pow2=kind == "pow2", square=square)
+            assert_columns(found, x.dequantize(), kind, square=square)
 
 
 def columns_of(kind: str) -> None:
@@ -79,11 +82,15 @@ def columns_of(kind: str) -> None:
         inverse = (x.float().square().mean(1) + 1e-6).rsqrt()
         normed = (x.float() * inverse[:, None] * weight.float()).bfloat16()
         for values, norm in ((x, (None, None)), (normed, (inverse, weight))):
-            codes, scale = columns.columns_of(x, *norm, pow2_rows=kind == "pow2", pow2=False)
             meant = quantize(values.float(), row_groups(kind)).dequantize()
-            expected = quantize(F.pad(meant, (0, 0, 0, -tokens % BLOCK)), column_groups("fp32"))
-            assert torch.equal(codes.float(), expected.codes.t().float())
-            assert torch.equal(scale, expected.scale.t())
+            for operand in (column_groups("fp32"), square_blocks("fp32")):
+                square = operand.group == (BLOCK, BLOCK)
+                codes, scale = columns.columns_of(
+                    x, *norm, pow2_rows=kind == "pow2", pow2=False, square=square
+                )
+                expected = quantize(F.pad(meant, (0, 0, 0, -tokens % BLOCK)), operand)
+                assert torch.equal(codes.float(), expected.codes.t().float())
+                assert torch.equal(scale, expected.scale.t())
 
 
 def rope_to_pages(kind: str) -> None:

@@ -144,7 +144,8 @@ def test_tiles_of_gradients(
 
     grad, scale = torch.zeros(300, 1536, dtype=torch.bfloat16), torch.ones(24, 300).t()
     if coded:
-        regroup(codes(300, 3072), scale, pow2=False)
+        regroup(codes(300, 3072), scale, pow2=False, square=False)
+        regroup(codes(300, 3072), scale, pow2=False, square=True)
         swiglu_backward(grad, (codes(300, 3072), scale), pow2=False, fp8=True)
     else:
         quantize_both(grad, pow2=False)

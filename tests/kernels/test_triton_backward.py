@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.bench.checks_rows import hostile_rows
 from lockstep.bench.shapes import AttentionShape, attentions, norm_widths
 from lockstep.kernels.reference import saturated
-from lockstep.numerics.formats import BLOCK, E4M3_MAX, ScaleKind, column_groups, row_groups
+from lockstep.numerics.formats import BLOCK, E4M3_MAX, ScaleKind, column_groups, row_groups, square_blocks
 from lockstep.numerics.quantize import Quantized, quantize
 
 pytestmark = pytest.mark.gpu
@@ -51,12 +51,13 @@ def assert_bytes(found: Codes, codes: Tensor, scale: Tensor, where: str) -> None
     assert not wrong.any(), f"{int(wrong.sum())} codes, {where}, first {wrong.nonzero()[0].tolist()}"
 
 
-def assert_columns(found: Codes, x: Tensor, kind: ScaleKind) -> None:
+def assert_columns(found: Codes, x: Tensor, kind: ScaleKind, *, square: bool = False) -> None:
     """found: columns of the values x [T, N]."""
     padded = F.pad(x.cpu().float(), (0, 0, 0, -len(x) % BLOCK))
-    expected = quantize(padded, column_groups(kind))
+    expected = quantize(padded, square_blocks(kind) if square else column_groups(kind))
     assert_bytes(found, expected.codes.t().contiguous(), expected.scale.t(), f"columns {tuple(x.shape)}")
-    assert found[0].is_contiguous() and found[1].stride() == (1, x.shape[1])
+    strides = (-(-found[1].shape[1] // 4) * 4, 1) if square else (1, x.shape[1])
+    assert found[0].is_contiguous() and found[1].stride() == strides
 
 
 def assert_rows(found: Codes, x: Tensor, kind: ScaleKind) -> None:
@@ -130,10 +131,13 @@ def test_regroup(width: int, kind: ScaleKind, kernels: SimpleNamespace) -> None:
         x = hostile_rows(tokens, width, seed=tokens)
         codes = quantize(x, row_groups(kind))
         there = kernels.rows.quantize_rows(x.cuda(), pow2=kind == "pow2")
-        found = kernels.columns.regroup(*there, pow2=kind == "pow2")
-        assert_columns(found, codes.dequantize(), kind)
-        again = kernels.columns.regroup(there[0], there[1].contiguous(), pow2=kind == "pow2")
-        assert torch.equal(again[0].view(torch.uint8), found[0].view(torch.uint8))
+        for square in (False, True):
+            found = kernels.columns.regroup(*there, pow2=kind == "pow2", square=square)
+            assert_columns(found, codes.dequantize(), kind, square=square)
+            again = kernels.columns.regroup(
+                there[0], there[1].contiguous(), pow2=kind == "pow2", square=square
+            )
+            assert torch.equal(again[0].view(torch.uint8), found[0].view(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,12 +157,13 @@ def test_columns_of_values_and_of_their_norm(width: int, kind: ScaleKind, kernel
             ((x, None, None), kernels.rows.quantize_rows(x, pow2=pow2)),
             ((x, inverse, weight), normed),
         ):
-            expected = kernels.columns.regroup(*rows, pow2=pow2)
-            found = kernels.columns.columns_of(*source, pow2_rows=pow2, pow2=pow2)
-            assert torch.equal(found[0].float(), expected[0].float()), (
-                "past the last token a zero may have a sign"
-            )
-            assert torch.equal(found[1], expected[1])
+            for square in (False, True):
+                expected = kernels.columns.regroup(*rows, pow2=pow2, square=square)
+                found = kernels.columns.columns_of(*source, pow2_rows=pow2, pow2=pow2, square=square)
+                assert torch.equal(found[0].float(), expected[0].float()), (
+                    "past the last token a zero may have a sign"
+                )
+                assert torch.equal(found[1], expected[1])
 
 
 def test_rows_of_a_wider_matrix_and_no_rows(kernels: SimpleNamespace) -> None:
@@ -298,25 +303,32 @@ def test_no_tokens(kernels: SimpleNamespace) -> None:
     assert found.shape == (0, 512)
 
 
-@pytest.mark.parametrize("sizes", [(256, 256, 128), (576, 1536, 256), (4096, 2048, 3072), (1536, 576, 384)])
-def test_a_weight_gradient_is_added_in_place(sizes: tuple[int, int, int]) -> None:
-    """With the bits of product and addition, launched and replayed; each call reads the scales of its own operands."""
+@pytest.mark.parametrize("square", [True, False], ids=["square", "columns"])
+@pytest.mark.parametrize(
+    "sizes", [(256, 256, 128), (576, 1536, 256), (4096, 2048, 3072), (1536, 576, 384), (576, 128, 1280)]
+)
+def test_a_weight_gradient_is_added_in_place(sizes: tuple[int, int, int], square: bool) -> None:
+    """The product of what the codes stand for; in place with the bits of product and addition, launched and replayed; each call
+    reads the scales of its own operands."""
     from lockstep.kernels.library import add_columns, scaled_mm_columns
-    from lockstep.kernels.triton.columns import quantize_both
+    from lockstep.kernels.triton.columns import columns_of, quantize_both
 
     columns, width, tokens = sizes
 
     def operands(seed: int) -> tuple[Quantized, Quantized]:
-        found = [
-            quantize_both(random(tokens, n, seed=seed + n), pow2=False, rows=False)[1]
-            for n in (columns, width)
-        ]
-        grad, x = (Quantized(*part, (1, BLOCK)) for part in found if part is not None)
-        return grad, x
+        _, grad = quantize_both(random(tokens, columns, seed=seed), pow2=False, rows=False)
+        x = random(tokens, width, seed=seed + 1) * torch.logspace(-2, 2, width, device="cuda").bfloat16()
+        found = columns_of(x, None, None, pow2_rows=False, pow2=False, square=square)
+        assert grad is not None
+        return Quantized(*grad, (1, BLOCK)), Quantized(*found, (BLOCK if square else 1, BLOCK))
 
-    first, second = operands(1), operands(2)
+    first, second = operands(1), operands(5)
     total = random(columns, width, seed=3).float()
-    want = total + scaled_mm_columns(*first)
+    product = scaled_mm_columns(*first)
+    exact = first[0].dequantize().double() @ first[1].dequantize().double().t()
+    room = 1e-5 * first[0].dequantize().double().abs() @ first[1].dequantize().double().abs().t()
+    assert bool(((product.double() - exact).abs() <= room + 1e-12).all())
+    want = total + product
     assert not torch.equal(want, total)
     assert add_columns(total, *first)
     assert torch.equal(total, want)

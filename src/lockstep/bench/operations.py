@@ -87,10 +87,13 @@ def rows(width: int, count: int = T) -> list[Form]:
     return [dense(count, width, dtype=E4M3), ((count, -(-width // BLOCK)), FP32, (1, -(-count // 4) * 4))]
 
 
-def columns(width: int, count: int = T) -> list[Form]:
-    """Forms of codes and scales grouped along tokens."""
+def columns(width: int, count: int = T, *, square: bool = False) -> list[Form]:
+    """Forms of codes and scales grouped along tokens, with a scale for each column or for 128 of them."""
     groups = -(-count // BLOCK)
-    return [dense(width, groups * BLOCK, dtype=E4M3), ((width, groups), FP32, (1, width))]
+    scale: Form = ((width, groups), FP32, (1, width))
+    if square:
+        scale = (-(-width // BLOCK), groups), FP32, (-(-groups // 4) * 4, 1)
+    return [dense(width, groups * BLOCK, dtype=E4M3), scale]
 
 
 class Maker:
@@ -291,15 +294,16 @@ def _backward(make: Maker) -> list[Call]:
             made += [
                 Call("quantize_both", (x,), [*rows(width), *columns(width)], kind | {"rows": True}),
                 Call("quantize_both", (x.float(),), columns(width), kind | {"rows": False}),
-                Call("regroup", make.codes(width), columns(width), kind),
-                Call("columns_of", (x, None, None), columns(width), kind | {"pow2_rows": pow2}),
-                Call(
-                    "columns_of",
-                    (x, make.positive(T), some(width)),
-                    columns(width),
-                    kind | {"pow2_rows": False},
-                ),
             ]
+            for square in (False, True):
+                kind, form = {"pow2": pow2, "square": square}, columns(width, square=square)
+                normed = x, make.positive(T), some(width)
+                made += [
+                    Call("regroup", make.codes(width), form, kind),
+                    Call("columns_of", (x, None, None), form, kind | {"pow2_rows": pow2}),
+                    Call("columns_of", normed, form, kind | {"pow2_rows": False}),
+                ]
+            kind = {"pow2": pow2}
             for held in ((gate_up, None), make.codes(2 * width)):
                 if width % BLOCK and held[1] is not None:
                     continue

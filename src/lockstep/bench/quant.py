@@ -182,7 +182,7 @@ def columns_works(rows: int, width: int) -> Iterator[Work]:
     form = _code_bytes(rows, width)
     call = partial(quantize_both, x, pow2=False)
     yield Work("both", f"N {width}", rows, 2 * x.numel() + 2 * form, call, separate)
-    yield Work("regroup", f"N {width}", rows, 2 * form, partial(regroup, *codes, pow2=False))
+    yield Work("regroup", f"N {width}", rows, 2 * form, partial(regroup, *codes, pow2=False, square=True))
 
 
 def norm_backward_work(rows: int, width: int) -> Work:

@@ -261,7 +261,7 @@ def _time_product(
 ) -> tuple[float, float, float]:
     """Milliseconds of the three products in FP8, of their quantization in separate passes, of the three in BF16."""
     first = product.projection.linears[0]
-    rows_of, columns_of = first.flow.fprop.lhs, first.flow.wgrad.lhs
+    rows_of, columns_of = first.flow.fprop.lhs, first.flow.wgrad.rhs
     weight, x, grad, w = weight_of(product.projection), product.x_TK, product.grad_TN, product.weight_NK
     x8 = kernels.quantize_rows(x, rows_of)
     grad_rows, grad_columns = kernels.quantize_both(grad, rows_of)
@@ -292,7 +292,7 @@ def _around(
     """What the layer runs beside products to make their operands: in FP8, and in BF16 the same kernels' plain forms."""
     qkv, o, _, down = products
     first = layer.self_attn.o_proj
-    rows_of, columns_of = first.flow.fprop.lhs, first.flow.wgrad.lhs
+    rows_of, columns_of = first.flow.fprop.lhs, first.flow.wgrad.rhs
     h, delta = inputs
     norm = layer.input_layernorm
     weight = norm.working.plain

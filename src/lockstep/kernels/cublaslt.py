@@ -1,6 +1,6 @@
 """cuBLASLt by its C interface, for a product that torch has no call for: FP8 columns times columns, added to totals in place.
 
-    total_NK += dy_NT x_KT^T      both 1x128 along T
+    total_NK += dy_NT x_KT^T      dy 1x128 along T, x as well or 128x128
 
 The sum over T is formed as `library.scaled_mm_columns` forms it, and the total is added to it once, in FP32: the same bits as
 product and addition one after the other, without the bytes of a product in between (`tests/kernels/test_triton_backward.py`).
@@ -25,8 +25,8 @@ COMPUTE_FP32 = 68
 """cublasComputeType_t."""
 TRANS_A, A_SCALE, B_SCALE, A_SCALE_MODE, B_SCALE_MODE = 3, 17, 18, 31, 32
 """cublasLtMatmulDescAttributes_t."""
-VEC128_FP32 = 4
-"""cublasLtMatmulMatrixScale_t: a scale for 128 neighbours along the summed dimension."""
+VEC128_FP32, BLOCK128_FP32 = 4, 5
+"""cublasLtMatmulMatrixScale_t: a scale for 128 neighbours along the summed dimension, or for 128 such rows."""
 MOST_WORKSPACE = 1
 """cublasLtMatmulPreferenceAttributes_t."""
 ALIGNED = 256
@@ -59,27 +59,36 @@ class _Plan:
     algorithm: _Algorithm
 
 
-_PLANS: dict[tuple[int | None, int, int, int], _Plan | None] = {}
-"""By device, N, K and T."""
+_PLANS: dict[tuple[int | None, int, int, int, bool], _Plan | None] = {}
+"""By device, N, K, T and whether x has a scale for 128x128 values."""
 
 
 def add_columns(
-    total_NK: Tensor, grad_codes: Tensor, grad_scale: Tensor, x_codes: Tensor, x_scale: Tensor
+    total_NK: Tensor,
+    grad_codes: Tensor,
+    grad_scale: Tensor,
+    x_codes: Tensor,
+    x_scale: Tensor,
+    *,
+    square: bool = False,
 ) -> bool:
     """Adds in place, and says so; False where this machine's library does not take the operands.
 
     total_NK: FP32. Codes e4m3 [N, T] and [K, T], T a multiple of 128; scales FP32 [N, T / 128] and [K, T / 128] with strides
-    (1, N) and (1, K). All but the scales contiguous. Raises RuntimeError when a launch fails.
+    (1, N) and (1, K). square: x_scale is [K / 128, T / 128 rounded up to a multiple of four]. All else contiguous. Raises
+    RuntimeError when a launch fails.
     """
     columns, depth = grad_codes.shape
     tensors = (total_NK, grad_codes, grad_scale, x_codes, x_scale)
-    assert grad_scale.stride() == (1, columns) and x_scale.stride() == (1, len(x_codes))
+    assert grad_scale.stride() == (1, columns)
+    assert x_scale.is_contiguous() if square else x_scale.stride() == (1, len(x_codes))
     assert total_NK.is_contiguous() and grad_codes.is_contiguous() and x_codes.is_contiguous()
     if any(x.data_ptr() % ALIGNED for x in tensors):
         return False
     device, one, at = total_NK.device, ctypes.c_float(1.0), ctypes.c_void_p(total_NK.data_ptr())
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-    key, scales = (device.index, columns, len(x_codes), depth), (x_scale.data_ptr(), grad_scale.data_ptr())
+    key = (device.index, columns, len(x_codes), depth, square)
+    scales = (x_scale.data_ptr(), grad_scale.data_ptr())
     with _LOCK:  # column-major, [K, N] = x^T dy
         if key not in _PLANS:
             _PLANS[key] = _plan(*key, scales)
@@ -97,7 +106,9 @@ def add_columns(
     return True
 
 
-def _plan(device: int | None, columns: int, rows: int, depth: int, scales: tuple[int, int]) -> _Plan | None:
+def _plan(
+    device: int | None, columns: int, rows: int, depth: int, square: bool, scales: tuple[int, int]
+) -> _Plan | None:
     """None where the library, or this version of it, has no such product. It chooses none for a description without scales."""
     library = _library()
     if library is None or torch.cuda.get_device_capability(device) != (9, 0):
@@ -105,8 +116,8 @@ def _plan(device: int | None, columns: int, rows: int, depth: int, scales: tuple
     description, preference = ctypes.c_void_p(), ctypes.c_void_p()
     _check(library.cublasLtMatmulDescCreate(ctypes.byref(description), COMPUTE_FP32, FP32), "a description")
     _set(description, TRANS_A, ctypes.c_int32(1))
-    for mode in (A_SCALE_MODE, B_SCALE_MODE):
-        if _try(description, mode, ctypes.c_int32(VEC128_FP32)):
+    for mode, kind in ((A_SCALE_MODE, BLOCK128_FP32 if square else VEC128_FP32), (B_SCALE_MODE, VEC128_FP32)):
+        if _try(description, mode, ctypes.c_int32(kind)):
             return None
     _point(description, scales)
     a, b, out = (

@@ -127,7 +127,7 @@ class FusedKernels(Protocol):
         """(rows, columns) of a gradient, each on demand; the rows are those of `quantize_rows`."""
 
     def regroup(self, x_TK: Quantized, operand: Operand) -> Quantized:
-        """Columns of 1x128 rows, from the values of their codes."""
+        """Columns of 1x128 rows, from the values of their codes, in groups of 128x1 or 128x128 as `operand` has them."""
 
     def columns_of(
         self,

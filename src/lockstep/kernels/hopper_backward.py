@@ -86,7 +86,10 @@ class HopperGradients(ReferenceKernels):
 
     def regroup(self, x_TK: Quantized, operand: Operand) -> Quantized:
         """See `FusedKernels`; from codes to codes in one pass."""
-        return Quantized(*_columns.regroup(x_TK.codes, x_TK.scale, pow2=operand.scale == "pow2"), (1, BLOCK))
+        found = _columns.regroup(
+            x_TK.codes, x_TK.scale, pow2=operand.scale == "pow2", square=_square(operand)
+        )
+        return Quantized(*found, _turned(operand))
 
     def kept_norm(
         self, h_TK: Tensor, delta_TK: Tensor | None, weight_K: Tensor, eps: float, operand: Operand
@@ -108,9 +111,10 @@ class HopperGradients(ReferenceKernels):
     ) -> Quantized:
         """See `FusedKernels`; one pass over x."""
         found = _columns.columns_of(
-            x_TK, inverse_T, weight_K, pow2_rows=rows.scale == "pow2", pow2=columns.scale == "pow2"
-        )
-        return Quantized(*found, (1, BLOCK))
+            x_TK, inverse_T, weight_K, pow2_rows=rows.scale == "pow2", pow2=columns.scale == "pow2",
+            square=_square(columns),
+        )  # fmt: skip
+        return Quantized(*found, _turned(columns))
 
     def linear_dgrad(self, grad_TN: Rows, weight: PackedWeight) -> Tensor:
         """grad w, [T, K], rounded to BF16."""
@@ -256,6 +260,16 @@ def _library_scale(weight: Quantized) -> Tensor:
     scale = library_scale(weight)
     assert scale is not None, "the library takes this shape"
     return scale
+
+
+def _square(operand: Operand) -> bool:
+    return operand.group == (BLOCK, BLOCK)
+
+
+def _turned(operand: Operand) -> tuple[int, int]:
+    """Groups of the transposed operand."""
+    assert operand.group in ((BLOCK, 1), (BLOCK, BLOCK)), "columns are grouped along tokens"
+    return operand.group[1], operand.group[0]
 
 
 def _pair(found: tuple[Codes | None, Codes | None]) -> tuple[Quantized | None, Quantized | None]:

@@ -1,7 +1,8 @@
 """The library's block-scaled FP8 products: cuBLASLt through `scaled_mm`, and the layouts that it demands.
 
     1x128 x 128x128   y_TN  = x_TK w_NK^T      forward, and with the transposed weight the input gradient; BF16
-    1x128 x 1x128     dw_NK = dy_NT x_KT^T     both grouped along tokens; FP32
+    1x128 x 128x128   dw_NK = dy_NT x_KT^T     columns, grouped along tokens; FP32
+    1x128 x 1x128     the same where x has a scale for each column, or is no multiple of 128 wide; a quarter slower
 
 The forward product of a shape is used only after `hopper.py` has proven its bits.
 """
@@ -69,11 +70,35 @@ def add_columns(total_NK: Tensor, grad: Quantized, x: Quantized) -> bool:
     """Adds `scaled_mm_columns` to FP32 totals in place, with the bits of product and addition, where the library can: says so."""
     if not takes_columns(grad, x):
         return False
-    return cublaslt.add_columns(total_NK, grad.codes, grad.scale, x.codes, x.scale)
+    scale, square = _column_scale(x)
+    return cublaslt.add_columns(total_NK, grad.codes, grad.scale, x.codes, scale, square=square)
 
 
 def scaled_mm_columns(grad: Quantized, x: Quantized) -> Tensor:
-    """dy x^T of columns dy [N, T] and x [K, T], both 1x128 along T (a multiple of 128), scales with strides (1, rows). [N, K]
-    FP32."""
-    kind = F.ScalingType.BlockWise1x128
-    return F.scaled_mm(grad.codes, x.codes.t(), grad.scale, kind, x.scale, kind, output_dtype=torch.float32)
+    """dy x^T of columns dy [N, T] and x [K, T], T a multiple of 128: dy 1x128 along T with strides of scales (1, N), x as well or
+    128x128 as `columns.empty_columns` lays it out. [N, K] FP32."""
+    scale, square = _column_scale(x)
+    kind = F.ScalingType
+    return F.scaled_mm(
+        grad.codes,
+        x.codes.t(),
+        grad.scale,
+        kind.BlockWise1x128,
+        scale.t() if square else scale,
+        kind.BlockWise128x128 if square else kind.BlockWise1x128,
+        output_dtype=torch.float32,
+    )
+
+
+def _column_scale(x: Quantized) -> tuple[Tensor, bool]:
+    """(scales of columns as the library takes them, whether they are those of blocks of 128x128: [K / 128, T / 128 rounded up to
+    a multiple of four])."""
+    if x.group[0] == 1:
+        return x.scale, False
+    width, depth = x.shape
+    groups = depth // BLOCK
+    if width % BLOCK or groups == 1:
+        return x.scale.t().repeat_interleave(BLOCK, 1)[:, :width].contiguous().t(), False
+    padded = -(-groups // 4) * 4
+    assert x.scale.stride() == (padded, 1)
+    return x.scale.as_strided((width // BLOCK, padded), (padded, 1)), True

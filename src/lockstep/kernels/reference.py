@@ -141,7 +141,7 @@ class ReferenceKernels:
         return (grad.to(dense.dtype) @ dense).float()
 
     def linear_wgrad(self, grad_TN: Quantized | Tensor, x_TK: Quantized | Tensor) -> Tensor:
-        """grad^T x in FP32, [N, K]. Quantized operands are grouped 128x1, along tokens."""
+        """grad^T x in FP32, [N, K]. Quantized operands are grouped along tokens: gradients 128x1, x 128x1 or 128x128."""
         if isinstance(grad_TN, Quantized) and isinstance(x_TK, Quantized) and self.exact:
             return block_matmul(grad_TN.transpose(), x_TK.transpose())
         return values_of(grad_TN).t() @ values_of(x_TK)

@@ -3,8 +3,10 @@
 Trainer and engine are built from a `Flow` each. In a *unified* run they get the same object, and then equality bit for
 bit is the contract; in a split run (`fp8-rollout`) they get two, and the difference is measured. The algebra is
 operand x GEMM x granularity, after torchao's float8 recipes; granularities are those of DeepSeek-V3 and Jet-RL
-(arXiv 2601.14243): weights 128x128, activations and output gradients 1x128, both operands of the weight gradient
-regrouped along tokens.
+(arXiv 2601.14243): weights 128x128, activations and output gradients 1x128. Both operands of the weight gradient are regrouped
+along tokens: output gradients 128x1, and activations, unlike there, 128x128, as weights are. That makes all three products one
+kind, which libraries multiply a quarter faster than one with a scale for each row of both operands, and adds 2 % to the error of
+the weight gradient (SmolLM2: 0.0221 instead of 0.0217, each layer's worst alike).
 
 Next: `quantize.py`, the one quantizer.
 """
@@ -104,7 +106,7 @@ def fp8_flow(
 ) -> Flow:
     """All three GEMMs of every decoder linear in block-scaled FP8; the weight gradient may stay in BF16."""
     rows, columns, squares = row_groups(scale), column_groups(scale), square_blocks(scale)
-    wgrad = Gemm(columns, columns) if wgrad_fp8 else Gemm(BF16, BF16)
+    wgrad = Gemm(columns, squares) if wgrad_fp8 else Gemm(BF16, BF16)
     fprop = Gemm(rows, squares)
     return Flow("fp8", fprop, fprop, wgrad, kv_fp8, scale, keep_bf16, attention_fp8=attention_fp8)
 

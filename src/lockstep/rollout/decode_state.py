@@ -141,7 +141,10 @@ class DecodeState:
         self.alive[count:] = 0
 
     def launch(self, batch: int, longest: int) -> None:
-        """A window of steps over the first `batch` rows, none of which gets beyond `longest` keys."""
+        """A window of steps over the first `batch` rows, none of which gets beyond `longest` keys.
+
+        The first batch is captured for longer sequences as well: their kernels take seconds to compile, which would fall into
+        the middle of a rollout."""
         splits = -(-longest // CHUNK)
         if not self.graphs:
             for _ in range(self.window):
@@ -149,21 +152,21 @@ class DecodeState:
             return
         key = (batch, splits)
         if key not in self._captured:
+            longer = splits * CHUNK < self.pages * self.cache.page_size and not self._captured
             self._captured[key] = self._capture(batch, splits)
+            if longer:
+                self._captured[batch, splits + 1] = self._capture(batch, splits + 1)
         for _ in range(self.window):
             self._captured[key].replay()
 
     def _capture(self, batch: int, splits: int) -> torch.cuda.CUDAGraph:
-        """The step as a graph. The warm-up that compiles kernels runs on dead rows, so it changes nothing. It compiles those of
-        longer sequences too: that takes seconds, which would fall into the middle of a rollout."""
+        """The step as a graph. The warm-up that compiles kernels runs on dead rows, so it changes nothing."""
         saved = self.alive.clone(), self.cursor.clone()
         self.alive.zero_()
         torch.cuda.synchronize()
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             self._step(batch, splits)
-            if splits == 1 and not self._captured and self.pages * self.cache.page_size > CHUNK:
-                self._step(batch, 2)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

@@ -5,6 +5,9 @@ a thread owns 64 / WARPS neighbouring tokens of 8 neighbouring columns. Rows of 
 form the codes of four tokens are packed into one word in registers, words change owner through shared memory, and a lane
 writes 16 bytes. Tokens are padded to a multiple of 128 with zero codes.
 
+Gradients have a scale for every column of a tile, inputs one for the tile (`square`): the library multiplies by such an operand
+a quarter faster than by two with a scale for each column, and e4m3 has room for it, 2^17 between its largest and smallest code.
+
 What each pass moves, in bytes for an element (scales add 1/32 for each form written or read):
 
     pass                                    reads            writes           in all
@@ -94,9 +97,11 @@ def _corrected(x, divisor, r):
 
 
 @gluon.jit
-def _scale_of(x, AXIS: gl.constexpr, POW2: gl.constexpr):
-    """`numbers.scale_of` of the groups of x along AXIS; a NaN stays one."""
+def _scale_of(x, AXIS: gl.constexpr, POW2: gl.constexpr, SQUARE: gl.constexpr = False):
+    """`numbers.scale_of` of the groups of x along AXIS, or of all of x for each of them; a NaN stays one."""
     amax = gl.reduce(gl.abs(x), AXIS, _larger)
+    if SQUARE:
+        amax = gl.zeros_like(amax) + gl.reduce(amax, 0, _larger)
     scale = _corrected(gl.maximum(amax, FLOOR, propagate_nan=NAN_STAYS), 448.0, 1.0 / 448.0)
     if POW2:
         bits = (scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
@@ -179,16 +184,31 @@ def store_rows(x, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2: g
 
 
 @gluon.jit
-def store_columns(x, tile, block, words_ptr, scale_ptr, N, words_stride, POW2: gl.constexpr):
-    """Transposed codes (as words of four) and scales of the same tile; a column group is 128 tokens, zeros past the last."""
+def store_columns(
+    x,
+    tile,
+    block,
+    words_ptr,
+    scale_ptr,
+    N,
+    words_stride,
+    POW2: gl.constexpr,
+    SQUARE: gl.constexpr = False,
+    scale_stride=0,
+):
+    """Transposed codes (as words of four) and scales of the same tile; a column group is 128 tokens, zeros past the last. SQUARE:
+    all columns of the tile are one group, and its scale is told once, in a row of `scale_stride`."""
     WARPS: gl.constexpr = gl.num_warps()
     written: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     _, c = tile_places()
     columns = N - block * 128
     SHORT: gl.constexpr = x.dtype == gl.bfloat16
     x = widened(x)
-    scale = _scale_of(x, 0, POW2)
-    gl.store(scale_ptr + tile.to(gl.int64) * N + block * 128 + c, scale, mask=c < columns)
+    scale = _scale_of(x, 0, POW2, SQUARE)
+    if SQUARE:
+        gl.store(scale_ptr + block * scale_stride + tile + c, scale, mask=c < 1)
+    else:
+        gl.store(scale_ptr + tile.to(gl.int64) * N + block * 128 + c, scale, mask=c < columns)
     words = gl.convert_layout(_words(_divided(x, scale, 0, POW2, SHORT)), written)
     n = gl.arange(0, 128, layout=gl.SliceLayout(1, written))
     w = gl.arange(0, 32, layout=gl.SliceLayout(0, written))
@@ -241,6 +261,7 @@ def _both(
     x_stride,
     scale_stride,
     words_stride,
+    column_scale_stride,
     blocks,
     total,
     ROWS: gl.constexpr,
@@ -249,6 +270,7 @@ def _both(
     NORM: gl.constexpr,
     POW2_ROWS: gl.constexpr,
     POW2: gl.constexpr,
+    SQUARE: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
     """x [T, N] (values; or codes, with their scales at `scale_ptr`) to columns, and to rows on demand: `total` tiles, `blocks`
@@ -292,7 +314,9 @@ def _both(
             x = _through(x, POW2_ROWS)
         if ROWS:
             store_rows(x, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2)
-        store_columns(x, tile, block, words_ptr, column_scale_ptr, N, words_stride, POW2)
+        store_columns(
+            x, tile, block, words_ptr, column_scale_ptr, N, words_stride, POW2, SQUARE, column_scale_stride
+        )
 
 
 def padded_tokens(tokens: int) -> int:
@@ -300,11 +324,16 @@ def padded_tokens(tokens: int) -> int:
     return -(-tokens // BLOCK) * BLOCK
 
 
-def empty_columns(tokens: int, columns: int, device: torch.device) -> Codes:
-    """(codes [N, T'], scale [N, T' / 128] with strides (1, N)) without values, T' = `padded_tokens`."""
+def empty_columns(tokens: int, columns: int, device: torch.device, *, square: bool = False) -> Codes:
+    """(codes [N, T'], scale [N, T' / 128] with strides (1, N)) without values, T' = `padded_tokens`. square: scales
+    [ceil(N / 128), T' / 128], in rows of a multiple of four, as `library.library_scale` has them; zeros beyond the last."""
     padded = padded_tokens(tokens)
-    codes = torch.empty(columns, padded, dtype=torch.uint8, device=device).view(E4M3)
-    return codes, torch.empty(padded // BLOCK, columns, dtype=torch.float32, device=device).t()
+    codes, groups = torch.empty(columns, padded, dtype=torch.uint8, device=device).view(E4M3), padded // BLOCK
+    if not square:
+        return codes, torch.empty(groups, columns, dtype=torch.float32, device=device).t()
+    make = torch.empty if groups % 4 == 0 else torch.zeros
+    scale = make(cdiv(columns, BLOCK), -(-groups // 4) * 4, dtype=torch.float32, device=device)
+    return codes, scale[:, :groups]
 
 
 def words(codes: Tensor) -> Tensor:
@@ -345,31 +374,38 @@ def _quantize_both(x_TN: Tensor, *, pow2: bool, rows: bool) -> list[Tensor]:
     return found
 
 
-def _columns_of(x_TK: Tensor) -> Codes:
+def _columns_of(x_TK: Tensor, square: bool) -> Codes:
     tokens, width = x_TK.shape
-    return empty_columns(tokens, width, x_TK.device)
+    return empty_columns(tokens, width, x_TK.device, square=square)
 
 
-@operation("regroup", fake=lambda codes_TK: _columns_of(codes_TK))
-def regroup(codes_TK: Tensor, scale: Tensor, *, pow2: bool) -> tuple[Tensor, Tensor]:
-    """Columns (as in `quantize_both`) of the FP32 values of 1x128 codes [T, K] with scale [T, ceil(K / 128)]."""
+@operation("regroup", fake=lambda codes_TK, square: _columns_of(codes_TK, square))
+def regroup(codes_TK: Tensor, scale: Tensor, *, pow2: bool, square: bool) -> tuple[Tensor, Tensor]:
+    """Columns (as in `quantize_both`, or with scales as in `empty_columns`) of the FP32 values of 1x128 codes [T, K] with scale
+    [T, ceil(K / 128)]."""
     assert codes_TK.stride(1) == 1
-    found = _columns_of(codes_TK)
+    found = _columns_of(codes_TK, square)
     scale = scale if scale.stride(0) == 1 else scale.t().contiguous().t()
-    _launch(codes_TK, codes_TK.stride(0), (codes_TK, scale), found, from_codes=True, pow2=pow2)
+    _launch(codes_TK, codes_TK.stride(0), (codes_TK, scale), found, from_codes=True, pow2=pow2, square=square)
     return found
 
 
 @operation("columns_of", fake=_columns_of)
 def columns_of(
-    x_TK: Tensor, inverse_T: Tensor | None, weight_K: Tensor | None, *, pow2_rows: bool, pow2: bool
+    x_TK: Tensor,
+    inverse_T: Tensor | None,
+    weight_K: Tensor | None,
+    *,
+    pow2_rows: bool,
+    pow2: bool,
+    square: bool,
 ) -> tuple[Tensor, Tensor]:
     """`regroup` of the 1x128 codes that BF16 rows [T, K] have; with `inverse_T` (FP32) and `weight_K` those of x inverse weight,
     rounded to BF16 as `norm.rms_norm` does it."""
     assert x_TK.stride(1) == 1 and (inverse_T is None) == (weight_K is None)
-    found = _columns_of(x_TK)
+    found = _columns_of(x_TK, square)
     _launch(
-        x_TK, x_TK.stride(0), None, found, from_codes=False, pow2=pow2, through=True, pow2_rows=pow2_rows,
+        x_TK, x_TK.stride(0), None, found, from_codes=False, pow2=pow2, square=square, through=True, pow2_rows=pow2_rows,
         norm=None if inverse_T is None or weight_K is None else (inverse_T, weight_K),
     )  # fmt: skip
     return found
@@ -383,6 +419,7 @@ def _launch(
     *,
     from_codes: bool,
     pow2: bool,
+    square: bool = False,
     through: bool = False,
     pow2_rows: bool = False,
     norm: tuple[Tensor, Tensor] | None = None,
@@ -408,6 +445,7 @@ def _launch(
         x_stride,
         scale.stride(1),
         columns[0].stride(0) // 4,
+        columns[1].stride(0) if square else 0,
         blocks,
         total,
         rows is not None and not from_codes,
@@ -416,6 +454,7 @@ def _launch(
         norm is not None,
         pow2_rows,
         pow2,
+        square,
         ahead,
         num_warps=WARPS,
         maxnreg=REGISTERS if ahead else None,
