@@ -17,7 +17,7 @@ Next: `triton/refresh.py` for the pass, `renew.py` for what is asked.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from lockstep.kernels.library import library_scale
 from lockstep.kernels.reference import PackedWeight
 from lockstep.kernels.renew import Renewed, Source, non_finite
 from lockstep.kernels.triton.refresh import Added, Codes, Findings, Pass
-from lockstep.numerics.formats import BLOCK, E4M3, Operand
+from lockstep.numerics.formats import BLOCK, E4M3
 from lockstep.numerics.quantize import Quantized
 
 SQUARE = (BLOCK, BLOCK)
@@ -41,14 +41,15 @@ def refresh(sources: Iterable[Source]) -> Iterator[Renewed]:
     for source in sources:
         master, held = source.master, source.held
         known = None if held is None else held.version.known
-        if held is not None and known is not None and known.holds(source):
+        if held is not None and known is not None and (known.source is source or known.holds(source)):
             place = held
             run.again(known.added)
+            known.source = source
         else:
             place = held if held is not None and _fits(source, held) else empty(source)
             master = _master(source)
             added = run.add(master, _target(place), pow2=source.operand.scale == "pow2")
-            place.version.known = _Known(source.operand, master.shape, added)
+            place.version.known = _Known(source, master.shape, added)
         work.append((source, master, place))
         _count(place)
     run.launch()
@@ -56,10 +57,12 @@ def refresh(sources: Iterable[Source]) -> Iterator[Renewed]:
         yield _renewed(source, place, found)
 
 
-class _Known(NamedTuple):
-    """How a place was remade last: looking at every tensor anew takes the host longer than the device has work with it."""
+@dataclass
+class _Known:
+    """How a place was remade last: looking at every tensor anew takes the host longer than the device has work with it. source:
+    what it was made of, which whoever asks again may recognize (`Working.sources`)."""
 
-    operand: Operand
+    source: Source
     shape: torch.Size
     added: Added
 
@@ -68,7 +71,7 @@ class _Known(NamedTuple):
         master = source.master
         return (
             master.data_ptr() == self.added.addresses[0]
-            and source.operand is self.operand
+            and source.operand is self.source.operand
             and master.shape == self.shape
             and master.dtype == torch.float32
             and master.device == self.added.device

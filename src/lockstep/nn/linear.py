@@ -70,6 +70,13 @@ class Linear(Working):
             self.working_bias = renewed[1].packed.plain
         return super().take(name, renewed)
 
+    def told(self, name: str) -> str:
+        """See `Working.told`."""
+        if self.working_bias is None:
+            return super().told(name)
+        held, known = self.held(), self.known
+        return known.text if known.name == name and known.of(held) is not None else ""
+
     def held(self) -> list[Held]:
         """See `Working.held`."""
         weight, bias = super().held(), self.working_bias

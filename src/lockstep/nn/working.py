@@ -68,15 +68,15 @@ class Held:
         return self.value.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """Fingerprints that a refresh made on its way, with the tensors they are of; both empty when it made none. text: what a
-    digest says of them, under this name."""
+    digest says of them, under this name. packed: the working copy that has these tensors."""
 
     held: Sequence[Held] = ()
     found: Sequence[Fingerprint] = ()
     name: str = ""
     text: str = ""
+    packed: PackedWeight | None = None
 
     def of(self, held: Sequence[Held]) -> Sequence[Fingerprint] | None:
         """The fingerprints, as long as these are the tensors that the refresh wrote."""
@@ -86,10 +86,6 @@ class Known:
             return self.found
         same = all(a.value is b.value and a.scale is b.scale for a, b in zip(self.held, held, strict=True))
         return self.found if same else None
-
-    def told(self, name: str, held: Sequence[Held]) -> str:
-        """`text`, if it is about this name and this very list of tensors; else nothing."""
-        return self.text if self.held is held and self.name == name else ""
 
 
 NOTHING = Known()
@@ -107,6 +103,7 @@ class Working(nn.Module):
         self.kind = str(operand)
         self.packed: PackedWeight | None = None
         self.described: tuple[PackedWeight | None, list[Held]] = None, []
+        self.asked: list[Source] = []
         self.known = Known()
 
     @property
@@ -128,18 +125,35 @@ class Working(nn.Module):
         """What is to be remade, `parts` of them. reserved: storage for a first working copy."""
         self.__dict__["known"] = NOTHING  # past `nn.Module`, which looks for parameters first
         held, fresh = (reserved, reserved is not None) if self.packed is None else (self.packed, False)
-        return [Source(name, self.weight.detach(), self.operand, self.activation, held, fresh)]
+        weight, asked = self._parameters["weight"], self.asked
+        assert weight is not None
+        if asked and asked[0].held is held and asked[0].name == name:
+            master = asked[0].master
+            if master.data_ptr() == weight.data_ptr() and master.shape == weight.shape:
+                return asked  # the very same list and records, which a backend recognizes
+        made = [Source(name, weight.detach(), self.operand, self.activation, held, fresh)]
+        self.asked = [] if fresh or held is None else made
+        return made
 
     def take(self, name: str, renewed: Sequence[Renewed]) -> Refreshed:
         """Uses what was made of `sources`; all of it is one record."""
-        if self.packed is not renewed[0].packed:
-            self.packed = renewed[0].packed
+        first = renewed[0]
+        if self.packed is not first.packed:
+            self.packed = first.packed
         held, found = self.held(), [r.fingerprint for r in renewed if r.fingerprint is not None]
         if len(found) == len(held):
-            self.__dict__["known"] = Known(held, found, name, _text(name, held, found))
-        changed, one = sum([r.changed for r in renewed]), held[0]
+            self.__dict__["known"] = Known(held, found, name, _text(name, held, found), first.packed)
+        one = held[0]
+        if len(held) == 1:
+            return Refreshed(name, self.kind, one.shape, one.nbytes, one.numel, first.changed, first.max_rel)
         nbytes, numel = sum([h.nbytes for h in held]), sum([h.numel for h in held])
-        return Refreshed(name, self.kind, one.shape, nbytes, numel, changed, renewed[0].max_rel)
+        changed = sum([r.changed for r in renewed])
+        return Refreshed(name, self.kind, one.shape, nbytes, numel, changed, first.max_rel)
+
+    def told(self, name: str) -> str:
+        """What a digest says of the working copy, if the refresh left it; else nothing."""
+        known = self.known
+        return known.text if known.packed is self.packed and known.name == name else ""
 
     def held(self) -> list[Held]:
         """The working copy's tensors, `parts` of them; the same list as long as it is the same working copy."""
@@ -185,7 +199,7 @@ def refresh(
 def contents(named: Sequence[tuple[str, Working]]) -> list[str]:
     """What a digest says of each module: its name, and type, shape and fingerprint of its tensors, read anew where the refresh
     didn't leave them."""
-    told = [module.known.told(name, module.held()) for name, module in named]
+    told = [module.told(name) for name, module in named]
     if all(told):  # as after every refresh of a device backend, and then the host should not dwell on it
         return told
     held = [module.held() for _, module in named]
@@ -199,9 +213,5 @@ def contents(named: Sequence[tuple[str, Working]]) -> list[str]:
 
 
 def _text(name: str, held: Sequence[Held], found: Sequence[Fingerprint]) -> str:
-    return name + "".join(
-        [
-            f" {h.description} {first:016x}{second:016x}\n"
-            for h, (first, second) in zip(held, found, strict=True)
-        ]
-    )
+    parts = zip(held, found, strict=True)
+    return name + "".join([f" {h.description} {first:016x}{second:016x}\n" for h, (first, second) in parts])
