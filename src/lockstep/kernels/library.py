@@ -70,14 +70,14 @@ def add_columns(total_NK: Tensor, grad: Quantized, x: Quantized) -> bool:
     """Adds `scaled_mm_columns` to FP32 totals in place, with the bits of product and addition, where the library can: says so."""
     if not takes_columns(grad, x):
         return False
-    scale, square = _column_scale(x)
+    scale, square = column_scale(x)
     return cublaslt.add_columns(total_NK, grad.codes, grad.scale, x.codes, scale, square=square)
 
 
 def scaled_mm_columns(grad: Quantized, x: Quantized) -> Tensor:
     """dy x^T of columns dy [N, T] and x [K, T], T a multiple of 128: dy 1x128 along T with strides of scales (1, N), x as well or
     128x128 as `columns.empty_columns` lays it out. [N, K] FP32."""
-    scale, square = _column_scale(x)
+    scale, square = column_scale(x)
     kind = F.ScalingType
     return F.scaled_mm(
         grad.codes,
@@ -90,15 +90,16 @@ def scaled_mm_columns(grad: Quantized, x: Quantized) -> Tensor:
     )
 
 
-def _column_scale(x: Quantized) -> tuple[Tensor, bool]:
-    """(scales of columns as the library takes them, whether they are those of blocks of 128x128: [K / 128, T / 128 rounded up to
-    a multiple of four])."""
+def column_scale(x: Quantized) -> tuple[Tensor, bool]:
+    """(scales of columns [K, T] as the library takes them: [K, T / 128] with strides (1, K), False; or those of blocks of
+    128x128, [K / 128, T / 128 rounded up to a multiple of four], True)."""
     if x.group[0] == 1:
         return x.scale, False
     width, depth = x.shape
     groups = depth // BLOCK
     if width % BLOCK or groups == 1:
-        return x.scale.t().repeat_interleave(BLOCK, 1)[:, :width].contiguous().t(), False
+        each = torch.empty(groups, width, dtype=x.scale.dtype, device=x.scale.device).t()
+        return each.copy_(x.scale.repeat_interleave(BLOCK, 0)[:width]), False
     padded = -(-groups // 4) * 4
     assert x.scale.stride() == (padded, 1)
     return x.scale.as_strided((width // BLOCK, padded), (padded, 1)), True
