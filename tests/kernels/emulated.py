@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from lockstep.kernels.reference import ReferenceKernels  # noqa: E402
-from lockstep.kernels.triton import columns, paged_attention, rope, swiglu_backward  # noqa: E402
+from lockstep.kernels.triton import columns, numbers, paged_attention, rope, swiglu_backward  # noqa: E402
 from lockstep.numerics.formats import BLOCK, E4M3, column_groups, row_groups, square_blocks  # noqa: E402
 from lockstep.numerics.quantize import Quantized, quantize  # noqa: E402
 
@@ -184,9 +184,9 @@ def assert_stored(keys: Tensor, values: Tensor, at: int, key: Tensor, value: Ten
         assert torch.equal(keys[at], key) and torch.equal(values[:, at], value)
         return
     dim = len(key)
-    lane, byte = at % 8 // 2, at % 16 // 8 * 2 + at % 2
+    lane, byte = at % 8 // 2, at % 2 * 2 + at % 16 // 8
     for d in range(dim):
-        place = (d % 8 // 2 * (dim // 16) + d // 16) * 4 + d % 16 // 8 * 2 + d % 2
+        place = (d % 8 // 2 * (dim // 16) + d // 16) * 4 + d % 2 * 2 + d % 16 // 8
         word = ((at // 16 * (dim // 8) + d // 8) * 4 + lane) * 8 + d % 8
         found = keys.view(torch.uint8)[at, place], values.view(torch.uint8).flatten()[word * 4 + byte]
         assert found == (key.view(torch.uint8)[d], value.view(torch.uint8)[d])
@@ -212,6 +212,21 @@ def swiglu(kind: str) -> None:
                     assert_rows(rows, expected, kind)
                 if along is not None:
                     assert_columns(along, expected, kind)
+
+
+def widen(kind: str) -> None:
+    """Every code at each byte of a word, to the last bit and sign."""
+    codes = torch.cat([torch.arange(256).repeat_interleave(4), torch.randint(256, (1 << 16,))]).to(
+        torch.uint8
+    )
+    pairs = emulator.words_by_text(numbers.WIDEN, codes.view(torch.int32))
+    values = codes.view(E4M3).bfloat16().view(-1, 4)
+    for pair, found in enumerate(pairs):
+        for half in (0, 1):
+            expected = values[:, 2 * half + pair]
+            made = (found >> 16 * half & 0xFFFF).to(torch.int16).view(torch.bfloat16)
+            wrong = made.view(torch.int16) != expected.view(torch.int16)
+            assert not (wrong & ~expected.isnan()).any(), f"byte {2 * half + pair}"
 
 
 def faults(_: str) -> None:
@@ -240,7 +255,7 @@ def faults(_: str) -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (quantize_both, regroup, columns_of, rope_to_pages, paged, swiglu, faults)
+    for check in (quantize_both, regroup, columns_of, rope_to_pages, paged, swiglu, widen, faults)
 }
 
 if __name__ == "__main__":

@@ -191,16 +191,45 @@ def bulk_copy(descriptor: Descriptor, at: list[Any], barrier: Any, to: Shared, p
         land()
 
 
+def words_by_text(asm: str, word: Tensor) -> list[Tensor]:
+    """$0 and $1 of instructions on 32-bit words, as they are written, $2 being `word`."""
+    held: dict[str, Tensor] = {"$2": word.long() & 0xFFFFFFFF}
+    for text in asm.strip("{} \n").split(";"):
+        name, _, rest = text.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        to, *operands = [o.strip() for o in rest.split(",")]
+        a, *b = [held[o] if o in held else torch.tensor(int(o, 0)) for o in operands]
+        if name == "mul.rn.bf16x2":
+            halves = [[x >> s & 0xFFFF for s in (0, 16)] for x in torch.broadcast_tensors(a, b[0])]
+            product = [
+                _bf16_of(x).float().mul(_bf16_of(y).float()).bfloat16().view(torch.int16).long() & 0xFFFF
+                for x, y in zip(*halves, strict=True)
+            ]
+            held[to] = product[0] | product[1] << 16
+        else:
+            held[to] = {
+                "mov.b32": lambda a: a,
+                "shl.b32": lambda a, n: a << n & 0xFFFFFFFF,
+                "shr.u32": lambda a, n: a >> n,
+                "and.b32": lambda a, b: a & b,
+                "or.b32": lambda a, b: a | b,
+            }[name](a, *b)
+    return [torch.where(held[o] >= 1 << 31, held[o] - (1 << 32), held[o]).int() for o in ("$0", "$1")]
+
+
+def _bf16_of(bits: Tensor) -> Tensor:
+    return bits.to(torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
 def by_text(asm: str, constraints: str, args: list[Any], **_: object) -> Any:
     """`gl.inline_asm_elementwise` of the instructions that kernels use."""
     if "cvt.rn.satfinite.e4m3x2" in asm:
         codes = [a.to(E4M3).as_subclass(Tensor).view(torch.uint8).int() for a in args]
         return value(codes[0] | codes[1] << 8 | codes[2] << 16 | codes[3] << 24)
     x = args[0].as_subclass(Tensor)
-    if "prmt.b32" in asm:  # BF16 pairs of the four codes of a word
-        wide = x.contiguous().view(E4M3).bfloat16().view(torch.int16).int() & 0xFFFF
-        pairs = wide.unflatten(-1, (x.shape[-1], 2, 2))
-        return [value(pairs[..., i, 0] | pairs[..., i, 1] << 16) for i in (0, 1)]
+    if "mul.rn.bf16x2" in asm:
+        return [value(found) for found in words_by_text(asm, x)]
     known = {
         "shl.b32": lambda: x.float(),
         "rcp.approx.ftz.f32": lambda: 1.0 / x,

@@ -32,6 +32,10 @@ def test_decode_attention(copies: str) -> None:
     emulated("paged", "fp32", copies)
 
 
+def test_codes_are_widened_exactly() -> None:
+    emulated("widen", "fp32", "early")
+
+
 def test_the_emulator_notices_faults() -> None:
     emulated("faults", "fp32", "late")
 

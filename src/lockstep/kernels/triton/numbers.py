@@ -105,11 +105,12 @@ def place_of(i, GROUPS: tl.constexpr):
 
     The left operand of a warpgroup product wants, in each of four lanes, elements 2c, 2c + 1, 2c + 8, 2c + 9 of every 16. A
     page stores just these four as one word, and the words of a lane side by side, so that a lane reads its share of a row with
-    a few 16-byte loads instead of one byte pair at a time.
+    a few 16-byte loads instead of one byte pair at a time. Within the word a pair takes every other byte: that is how `WIDEN`
+    gets at it with a shift.
     """
     within = i % 16
     lane, pair = (within % 8) // 2, within // 8
-    return (lane * GROUPS + i // 16) * 4 + pair * 2 + within % 2
+    return (lane * GROUPS + i // 16) * 4 + within % 2 * 2 + pair
 
 
 @triton.jit
@@ -122,25 +123,26 @@ def value_place(d, i, D: tl.constexpr):
     """
     within = i % 16
     lane, pair = (within % 8) // 2, within // 8
-    return (((i // 16 * (D // 8) + d // 8) * 4 + lane) * 8 + d % 8) * 4 + pair * 2 + within % 2
+    return (((i // 16 * (D // 8) + d // 8) * 4 + lane) * 8 + d % 8) * 4 + within % 2 * 2 + pair
 
 
 _WIDEN_PAIR = """
-    prmt.b32 t, $2, 0, {bytes};
-    shr.u32 s, t, 4;
-    and.b32 s, s, 0x07F007F0;
-    and.b32 t, t, 0x80008000;
+    {magnitudes};
+    and.b32 t, t, 0x07F007F0;
+    {signs};
+    and.b32 s, s, 0x80008000;
     or.b32 t, t, s;
     mul.rn.bf16x2 {pair}, t, f;
 """
 WIDEN = tl.constexpr(
     "{ .reg .b32 t, s, f; mov.b32 f, 0x7B807B80;"
-    + _WIDEN_PAIR.format(bytes="0x1404", pair="$0")
-    + _WIDEN_PAIR.format(bytes="0x3424", pair="$1")
+    + _WIDEN_PAIR.format(magnitudes="shl.b32 t, $2, 4", signs="shl.b32 s, $2, 8", pair="$0")
+    + _WIDEN_PAIR.format(magnitudes="shr.u32 t, $2, 4", signs="mov.b32 s, $2", pair="$1")
     + "}"
 )
-"""BF16 pairs (elements 0, 1 and 2, 3) of a word of four e4m3 codes, exact: the seven magnitude bits move into a BF16's place,
-then times 2^120, the difference of the exponents' biases."""
+"""BF16 pairs of a word of four e4m3 codes, of bytes 0 and 2, then of bytes 1 and 3, exact: the seven magnitude bits move into a
+BF16's place, then times 2^120, the difference of the exponents' biases. Attention over codes is bound by these instructions,
+above all by shifts and masks, which have half the rate of others."""
 
 
 @triton.jit
