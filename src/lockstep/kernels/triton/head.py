@@ -3,7 +3,8 @@
 The log-normalizer is computed by the same two launches for the sampler and for the trainer: segments of a row, each reduced
 in a program of its own, and a second program that adds them up. Sampling is a third and a fourth launch over the same
 logits: Gumbel noise from a counter-based generator (`rollout/noise.py` has the definition), then the largest score, ties to
-the lower token.
+the lower token. Two precise logarithms for each logit would take four times as long as reading it: the third launch finds by
+approximate ones which segments may hold the largest score, the fourth computes those.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 SEGMENT = 4096
+LN2 = tl.constexpr(0.6931471805599453)
+MARGIN = tl.constexpr(0.02)
+"""Noise by approximate logarithms is off by 0.002 at most: -log(u) of a tail u near one, known to 2^-22, is 0.0001 or more."""
 
 
 def _row_numbers(logits_TV: Tensor) -> Tensor:
@@ -113,40 +117,82 @@ def _splitmix(x):
 
 
 @triton.jit
-def _scores(
-    x_ptr, temperature_ptr, state_ptr, position_ptr, part_ptr, index_ptr, V, segments, SEG: tl.constexpr
-):
-    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    c = segment * SEG + tl.arange(0, SEG)
-    temperature = tl.load(temperature_ptr + row)
-    hot = temperature > 0.0
-    x = tl.load(x_ptr + row * V + c, mask=c < V, other=-float("inf"))
-    if hot:
-        x = cooled(x, temperature)
-        key = _splitmix(tl.load(state_ptr + row) ^ tl.load(position_ptr + row).to(tl.int64))
-        low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
-        bits = c * (-1640531527) + low
-        bits = ((bits ^ _shift(bits, 17)) * (-312814405)) ^ high
-        bits = (bits ^ _shift(bits, 11)) * (-1404298415)
-        bits = (bits ^ _shift(bits, 15)) * 830770091
-        bits = bits ^ _shift(bits, 14)
-        uniform = ((bits & 0x7FFFFFFF).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
-        uniform = tl.minimum(uniform, 1.0 - 1.0 / 16777216.0)
-        tail = 1.0 - uniform
-        # -log1p(-u) = u for the smallest u; log of the exact complement elsewhere
-        x = x - tl.log(tl.where(uniform < 0.0001, uniform + 0.5 * uniform * uniform, -tl.log(tail)))
-    best, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(part_ptr + row * segments + segment, best)
-    tl.store(index_ptr + row * segments + segment, segment * SEG + at)
+def _log2(x):
+    """To 2^-22, of x or absolutely, whichever is larger."""
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def _best(part_ptr, index_ptr, token_ptr, segments, SP: tl.constexpr):
+def _uniform(c, key):
+    """Numbers in (0, 1) of tokens c under a row's 64-bit key."""
+    low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
+    bits = c * (-1640531527) + low
+    bits = ((bits ^ _shift(bits, 17)) * (-312814405)) ^ high
+    bits = (bits ^ _shift(bits, 11)) * (-1404298415)
+    bits = (bits ^ _shift(bits, 15)) * 830770091
+    bits = bits ^ _shift(bits, 14)
+    uniform = ((bits & 0x7FFFFFFF).to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
+    return tl.minimum(uniform, 1.0 - 1.0 / 16777216.0)
+
+
+@triton.jit
+def _segment_scores(
+    x_ptr, temperature_ptr, state_ptr, position_ptr, row, segment, V, SEG: tl.constexpr, EXACT: tl.constexpr
+):
+    """Scores of a segment of a row, or what comes within MARGIN of them for a quarter of the instructions."""
+    c = segment * SEG + tl.arange(0, SEG)
+    temperature = tl.load(temperature_ptr + row)
+    x = tl.load(x_ptr + row * V + c, mask=c < V, other=-float("inf"))
+    if temperature > 0.0:
+        x = cooled(x, temperature)
+        uniform = _uniform(c, _splitmix(tl.load(state_ptr + row) ^ tl.load(position_ptr + row).to(tl.int64)))
+        if EXACT:
+            # -log1p(-u) = u for the smallest u; log of the exact complement elsewhere
+            tail = 1.0 - uniform
+            x = x - tl.log(tl.where(uniform < 0.0001, uniform + 0.5 * uniform * uniform, -tl.log(tail)))
+        else:
+            x = x - LN2 * _log2(tl.where(uniform < 0.0001, uniform, -LN2 * _log2(1.0 - uniform)))
+    return x
+
+
+@triton.jit
+def _scores(x_ptr, temperature_ptr, state_ptr, position_ptr, part_ptr, V, segments, SEG: tl.constexpr):
+    """About the largest score of every segment."""
+    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x = _segment_scores(x_ptr, temperature_ptr, state_ptr, position_ptr, row, segment, V, SEG, False)
+    tl.store(part_ptr + row * segments + segment, tl.max(x, 0))
+
+
+@triton.jit
+def _best(
+    x_ptr,
+    temperature_ptr,
+    state_ptr,
+    position_ptr,
+    part_ptr,
+    token_ptr,
+    V,
+    segments,
+    SP: tl.constexpr,
+    SEG: tl.constexpr,
+):
+    """The largest score of a row, from the segments that may have it: as a rule from one."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SP)
-    score = tl.load(part_ptr + row * segments + s, mask=s < segments, other=-float("inf"))
-    _, at = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(token_ptr + row, tl.load(index_ptr + row * segments + at).to(tl.int64))
+    peak = tl.max(tl.load(part_ptr + row * segments + s, mask=s < segments, other=-float("inf")), 0)
+    least = peak  # of a greedy row, or an infinite one
+    if (tl.load(temperature_ptr + row) > 0.0) & (peak < float("inf")):
+        least = peak - (MARGIN + tl.abs(peak) * 0.000001)
+    best, token = tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int32)
+    for segment in range(segments):
+        if tl.load(part_ptr + row * segments + segment) >= least:
+            x = _segment_scores(x_ptr, temperature_ptr, state_ptr, position_ptr, row, segment, V, SEG, True)
+            score, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+            token = tl.where(score > best, segment * SEG + at, token)
+            best = tl.maximum(best, score)
+    tl.store(token_ptr + row, token.to(tl.int64))
 
 
 @operation("sample", fake=_tokens)
@@ -158,20 +204,9 @@ def sample(logits_RV: Tensor, temperature_R: Tensor, state_R: Tensor, position_R
     rows, vocabulary = logits_RV.shape
     segments = cdiv(vocabulary, SEGMENT)
     part = torch.empty(rows, segments, dtype=torch.float32, device=logits_RV.device)
-    index = torch.empty(rows, segments, dtype=torch.int32, device=logits_RV.device)
     tokens = _tokens(logits_RV)
     if rows:
-        _scores[(rows, segments)](
-            logits_RV,
-            temperature_R,
-            state_R,
-            position_R,
-            part,
-            index,
-            vocabulary,
-            segments,
-            SEGMENT,
-            num_warps=8,
-        )
-        _best[(rows,)](part, index, tokens, segments, power_of_2(segments), num_warps=1)
+        given = (logits_RV, temperature_R, state_R, position_R, part)
+        _scores[(rows, segments)](*given, vocabulary, segments, SEGMENT, num_warps=8)
+        _best[(rows,)](*given, tokens, vocabulary, segments, power_of_2(segments), SEGMENT, num_warps=8)
     return tokens
