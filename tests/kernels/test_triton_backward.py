@@ -327,7 +327,7 @@ def test_a_weight_gradient_is_added_in_place(sizes: tuple[int, int, int], square
     product = scaled_mm_columns(*first)
     exact = first[0].dequantize().double() @ first[1].dequantize().double().t()
     # Tensor cores add e4m3 products with some 14 bits within a block of 128.
-    room = 2.0**-10 * first[0].dequantize().double().abs() @ first[1].dequantize().double().abs().t()
+    room = 2.0**-8 * first[0].dequantize().double().abs() @ first[1].dequantize().double().abs().t()
     assert bool(((product.double() - exact).abs() <= room + 1e-12).all())
     want = total + product
     assert not torch.equal(want, total)
