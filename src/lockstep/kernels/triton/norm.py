@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.operation import operation
-from lockstep.kernels.triton.numbers import after_previous
+from lockstep.kernels.triton.numbers import after_previous, rounded
 from lockstep.kernels.triton.quantize import empty_codes, store_row_codes
 from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
@@ -50,11 +50,11 @@ def _norm(
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     if FP8:
         tl.store(inverse_ptr + row, inverse)
-    y = (x * inverse * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    y = x * inverse * weight.to(tl.float32)
     if FP8:
-        store_row_codes(y.to(tl.float32), row, codes_ptr, scale_ptr, K, scale_stride, groups, GP, POW2)
+        store_row_codes(rounded(y), row, codes_ptr, scale_ptr, K, scale_stride, groups, GP, POW2)
     else:
-        tl.store(out_ptr + row * K + c, y, mask=inside)
+        tl.store(out_ptr + row * K + c, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def rms_norm(

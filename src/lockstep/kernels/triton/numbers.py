@@ -100,6 +100,44 @@ def short_codes_of(x, scale, POW2: tl.constexpr):
 
 
 @triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) of FP32 values, to a few ulps of its argument: `swiglu_backward.py` has the same."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 t;
+        mul.f32 t, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 t, t;
+        add.f32 t, t, 0f3F800000;
+        rcp.approx.ftz.f32 $0, t;
+        }""",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def rounded(x):
+    """FP32 values rounded to BF16, in FP32, two at a time: one by one they go through the unit for transcendental functions."""
+    bits = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 t;
+        cvt.rn.bf16x2.f32 t, $3, $2;
+        shl.b32 $0, t, 16;
+        and.b32 $1, t, 0xFFFF0000;
+        }""",
+        "=r,=r,f,f",
+        [x],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=2,
+    )
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def place_of(i, GROUPS: tl.constexpr):
     """Where element i of a key of 16 * GROUPS codes lies in its row of a page.
 
