@@ -29,6 +29,13 @@ def some(*shape: int) -> Tensor:
     return (3 * torch.randn(*shape)).bfloat16()
 
 
+def wild(*shape: int) -> Tensor:
+    """BF16 rows of many magnitudes, some below the quantizer's floor, some zero."""
+    sizes = 10.0 ** torch.randint(-16, 4, (shape[0], 1))
+    sizes[::7] = 0
+    return (3 * torch.randn(*shape) * sizes).bfloat16()
+
+
 def assert_codes(found: Codes | None, codes: Tensor, scale: Tensor) -> None:
     assert found is not None and torch.equal(found[1], scale)
     assert torch.equal(found[0].view(torch.uint8), codes.view(torch.uint8))
@@ -45,9 +52,9 @@ def assert_columns(found: Codes | None, x: Tensor, kind: str, *, square: bool = 
     assert_codes(found, expected.codes.t(), expected.scale.t())
 
 
-def held(x: Tensor) -> tuple[Codes, Quantized]:
+def held(x: Tensor, kind: str = "fp32") -> tuple[Codes, Quantized]:
     """1x128 codes of x in padded storage, as kernels leave them, and the same as one."""
-    found = quantize(x.float(), row_groups("fp32"))
+    found = quantize(x.float(), row_groups(kind))
     padded = torch.ones(found.scale.shape[1], -(-len(x) // 4) * 4)
     padded[:, : len(x)] = found.scale.t()
     return (found.codes, padded.t()[: len(x)]), found
@@ -68,8 +75,8 @@ def quantize_both(kind: str) -> None:
 
 def regroup(kind: str) -> None:
     """Codes of rows to columns."""
-    for shape in SHAPES:
-        codes, x = held(some(*shape))
+    for shape, make in ((shape, make) for shape in SHAPES for make in (some, wild)):
+        codes, x = held(make(*shape), kind)
         for square in (False, True):
             found = columns.regroup(*codes, pow2=kind == "pow2", square=square)
             assert_columns(found, x.dequantize(), kind, square=square)
@@ -77,8 +84,8 @@ def regroup(kind: str) -> None:
 
 def columns_of(kind: str) -> None:
     """Values, and a norm's, to columns of what their rows' codes stand for; past the last token a zero may have a sign."""
-    for tokens, width in SHAPES:
-        x, weight = some(tokens, width), some(width)
+    for (tokens, width), make in ((shape, make) for shape in SHAPES for make in (some, wild)):
+        x, weight = make(tokens, width), some(width)
         inverse = (x.float().square().mean(1) + 1e-6).rsqrt()
         normed = (x.float() * inverse[:, None] * weight.float()).bfloat16()
         for values, norm in ((x, (None, None)), (normed, (inverse, weight))):

@@ -97,11 +97,14 @@ def _corrected(x, divisor, r):
 
 
 @gluon.jit
-def _scale_of(x, AXIS: gl.constexpr, POW2: gl.constexpr, SQUARE: gl.constexpr = False):
-    """`numbers.scale_of` of the groups of x along AXIS, or of all of x for each of them; a NaN stays one."""
-    amax = gl.reduce(gl.abs(x), AXIS, _larger)
-    if SQUARE:
-        amax = gl.zeros_like(amax) + gl.reduce(amax, 0, _larger)
+def _scale_of(x, AXIS: gl.constexpr, POW2: gl.constexpr):
+    """`numbers.scale_of` of the groups of x along AXIS; a NaN stays one."""
+    return _scale_from(gl.reduce(gl.abs(x), AXIS, _larger), POW2)
+
+
+@gluon.jit
+def _scale_from(amax, POW2: gl.constexpr):
+    """The same of largest values."""
     scale = _corrected(gl.maximum(amax, FLOOR, propagate_nan=NAN_STAYS), 448.0, 1.0 / 448.0)
     if POW2:
         bits = (scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
@@ -195,16 +198,24 @@ def store_columns(
     POW2: gl.constexpr,
     SQUARE: gl.constexpr = False,
     scale_stride=0,
+    peak=0.0,
+    KNOWN: gl.constexpr = False,
 ):
     """Transposed codes (as words of four) and scales of the same tile; a column group is 128 tokens, zeros past the last. SQUARE:
-    all columns of the tile are one group, and its scale is told once, in a row of `scale_stride`."""
+    all columns of the tile are one group, and its scale is told once, in a row of `scale_stride`. peak: the largest value of the
+    tile, where it is KNOWN."""
     WARPS: gl.constexpr = gl.num_warps()
     written: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     _, c = tile_places()
     columns = N - block * 128
     SHORT: gl.constexpr = x.dtype == gl.bfloat16
     x = widened(x)
-    scale = _scale_of(x, 0, POW2, SQUARE)
+    if SQUARE:
+        if not KNOWN:
+            peak = gl.reduce(gl.reduce(gl.abs(x), 0, _larger), 0, _larger)
+        scale = _scale_from(gl.full_like(c, 0.0, dtype=gl.float32) + peak, POW2)
+    else:
+        scale = _scale_of(x, 0, POW2)
     if SQUARE:
         gl.store(scale_ptr + block * scale_stride + tile + c, scale, mask=c < 1)
     else:
@@ -218,14 +229,18 @@ def store_columns(
 
 
 @gluon.jit
-def _scaled(x, tile, block, scale_ptr, scale_stride, T, FROM_CODES: gl.constexpr):
-    """The FP32 values of codes, or x."""
-    if FROM_CODES:
-        t, _ = tile_places()
-        at = block.to(gl.int64) * scale_stride + tile * 128 + t
-        scale = gl.load(scale_ptr + at, mask=t < T - tile * 128, other=0.0)
-        x = x.to(gl.float32) * gl.expand_dims(scale, 1)
-    return x
+def _peak_of(scale):
+    """The largest of the values that a tile's codes stand for, from the scales of rows: some code of a group is 448 where scales
+    are no powers of two, unless all of it is below the quantizer's floor, and 448 of its scale is that floor."""
+    return gl.reduce(scale * 448.0, 0, _larger)
+
+
+@gluon.jit
+def _row_scales(tile, block, scale_ptr, scale_stride, T):
+    """Of the codes of a tile's rows; zeros past the last."""
+    t, _ = tile_places()
+    at = block.to(gl.int64) * scale_stride + tile * 128 + t
+    return gl.load(scale_ptr + at, mask=t < T - tile * 128, other=0.0)
 
 
 @gluon.jit
@@ -239,11 +254,12 @@ def _normed(x, tile, block, inverse_ptr, weight_ptr, T, N):
 
 @gluon.jit
 def _through(x, POW2: gl.constexpr):
-    """What the 1x128 codes of a tile's rows stand for, in FP32."""
+    """(what the 1x128 codes of a tile's rows stand for, in FP32; their scales)."""
     SHORT: gl.constexpr = x.dtype == gl.bfloat16
     x = widened(x)
     scale = _scale_of(x, 1, POW2)
-    return _divided(x, scale, 1, POW2, SHORT).to(gl.float8e4nv).to(gl.float32) * gl.expand_dims(scale, 1)
+    x = _divided(x, scale, 1, POW2, SHORT).to(gl.float8e4nv).to(gl.float32) * gl.expand_dims(scale, 1)
+    return x, scale
 
 
 @gluon.jit(do_not_specialize=["T", "scale_stride", "total"])
@@ -276,6 +292,7 @@ def _both(
     """x [T, N] (values; or codes, with their scales at `scale_ptr`) to columns, and to rows on demand: `total` tiles, `blocks`
     side by side. THROUGH: columns of what the codes of rows stand for; NORM: of those of x's norm. AHEAD: a tile is copied in
     while the one before is worked on."""
+    KNOWN: gl.constexpr = SQUARE and (FROM_CODES or THROUGH) and not POW2_ROWS
     t, c = tile_places()
     own, programs = gl.program_id(0), gl.num_programs(0)
     if AHEAD:
@@ -307,16 +324,21 @@ def _both(
             x = gl.load(
                 first + gl.expand_dims(t * x_stride, 1) + gl.expand_dims(c, 0), mask=inside, other=0.0
             )
-        x = _scaled(x, tile, block, scale_ptr, scale_stride, T, FROM_CODES)
+        peak = 0.0
+        if FROM_CODES:
+            scale = _row_scales(tile, block, scale_ptr, scale_stride, T)
+            x = x.to(gl.float32) * gl.expand_dims(scale, 1)
         if NORM:
             x = _normed(x, tile, block, inverse_ptr, weight_ptr, T, N)
         if THROUGH:
-            x = _through(x, POW2_ROWS)
+            x, scale = _through(x, POW2_ROWS)
+        if KNOWN:
+            peak = _peak_of(scale)
         if ROWS:
             store_rows(x, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2)
         store_columns(
-            x, tile, block, words_ptr, column_scale_ptr, N, words_stride, POW2, SQUARE, column_scale_stride
-        )
+            x, tile, block, words_ptr, column_scale_ptr, N, words_stride, POW2, SQUARE, column_scale_stride, peak, KNOWN
+        )  # fmt: skip
 
 
 def padded_tokens(tokens: int) -> int:
@@ -382,11 +404,13 @@ def _columns_of(x_TK: Tensor, square: bool) -> Codes:
 @operation("regroup", fake=lambda codes_TK, square: _columns_of(codes_TK, square))
 def regroup(codes_TK: Tensor, scale: Tensor, *, pow2: bool, square: bool) -> tuple[Tensor, Tensor]:
     """Columns (as in `quantize_both`, or with scales as in `empty_columns`) of the FP32 values of 1x128 codes [T, K] with scale
-    [T, ceil(K / 128)]."""
+    [T, ceil(K / 128)], which `quantize.quantize_rows` made with the same `pow2`."""
     assert codes_TK.stride(1) == 1
     found = _columns_of(codes_TK, square)
     scale = scale if scale.stride(0) == 1 else scale.t().contiguous().t()
-    _launch(codes_TK, codes_TK.stride(0), (codes_TK, scale), found, from_codes=True, pow2=pow2, square=square)
+    _launch(
+        codes_TK, codes_TK.stride(0), (codes_TK, scale), found, from_codes=True, pow2=pow2, square=square, pow2_rows=pow2
+    )  # fmt: skip
     return found
 
 
