@@ -33,6 +33,8 @@ WIDE = True
 PAGED = True
 """Whether decode goes through `paged_attention.py` where that takes the shapes. No bit may depend on it."""
 LOG2E = 1.0 / math.log(2.0)
+JOINED = 4
+"""Heads of a program that joins chunks, and its warps. No bit depends on it."""
 
 
 def prefill(
@@ -266,7 +268,7 @@ def _decode_rows(
             launch_pdl=True,
         )
     if splits > 1:
-        join_kernel[(heads, batch)](
+        join_kernel[(cdiv(heads, JOINED), batch)](
             part,
             state,
             out,
@@ -280,10 +282,11 @@ def _decode_rows(
             dim,
             dim_p,
             CHUNK // PAGE,
+            JOINED,
             scaled,
             codes is not None,
             codes == "pow2",
-            num_warps=1,
+            num_warps=JOINED,
             launch_pdl=True,
         )
     return found

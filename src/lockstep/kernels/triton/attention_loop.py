@@ -252,32 +252,33 @@ def join_kernel(
     D: tl.constexpr,
     DP: tl.constexpr,
     STEPS: tl.constexpr,
+    HEADS: tl.constexpr,
     KV8: tl.constexpr,
     OUT8: tl.constexpr,
     POW2: tl.constexpr,
 ):
+    """Chunks of a row joined in ascending order, HEADS heads a program."""
     after_previous()
-    h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    d = tl.arange(0, DP)
+    h, b = tl.program_id(0) * HEADS + tl.arange(0, HEADS), tl.program_id(1).to(tl.int64)
+    d, known = tl.arange(0, DP), h < H
+    inside = known[:, None] & (d < D)[None, :]
     chunks = tl.cdiv(tl.cdiv(tl.load(length_ptr + b), 64), STEPS)
-    big_m = tl.full((1,), -1e30, tl.float32)
-    big_l = tl.zeros((1,), tl.float32)
-    big_a = tl.zeros((DP,), tl.float32)
+    big_m = tl.full((HEADS,), -1e30, tl.float32)
+    big_l = tl.zeros((HEADS,), tl.float32)
+    big_a = tl.zeros((HEADS, DP), tl.float32)
     for chunk in range(chunks):
         part = (b * H + h) * splits + chunk
-        m = tl.load(state_ptr + part * 2 + tl.zeros((1,), tl.int64))
-        den = tl.load(state_ptr + part * 2 + 1 + tl.zeros((1,), tl.int64))
-        acc = tl.load(part_ptr + part * D + d, mask=d < D, other=0.0)
+        m = tl.load(state_ptr + part * 2, mask=known, other=0.0)
+        den = tl.load(state_ptr + part * 2 + 1, mask=known, other=1.0)
+        acc = tl.load(part_ptr + part[:, None] * D + d[None, :], mask=inside, other=0.0)
         new = tl.maximum(big_m, m)
         x, y = tl.exp2(big_m - new), tl.exp2(m - new)
         big_l = tl.fma(big_l, x, den * y)
-        big_a = tl.fma(big_a, x + tl.zeros_like(acc), acc * y)
+        big_a = tl.fma(big_a, x[:, None] + tl.zeros_like(acc), acc * y[:, None])
         big_m = new
-    o = tl.div_rn(big_a, big_l + tl.zeros_like(big_a))
+    o = tl.div_rn(big_a, big_l[:, None] + tl.zeros_like(big_a))
     if KV8:
-        o = o * tl.load(vs_ptr + h // (H // G))
-    o = o[None, :]
-    one = tl.zeros((1,), tl.int64)
-    at = ((b * H + h) * D + d)[None, :]
-    scale_at = one + h.to(tl.int64) * scale_stride + b
-    _store(o, o_ptr, at, (d < D)[None, :], scale_ptr, scale_at, one == 0, OUT8, POW2, 1)
+        o = o * tl.load(vs_ptr + h // (H // G), mask=known, other=0.0)[:, None]
+    at = ((b * H + h) * D)[:, None] + d[None, :]
+    scale_at = h.to(tl.int64) * scale_stride + b
+    _store(o, o_ptr, at, inside, scale_ptr, scale_at, known, OUT8, POW2, 1)
