@@ -172,12 +172,31 @@ def tile_places():
 
 
 @gluon.jit
-def store_rows(x, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2: gl.constexpr):
-    """1x128 codes and scales of a tile x [128, 128], BF16 or FP32: tokens from 128 `tile`, columns from 128 `block` of [T, N]."""
+def row_scales(x, POW2: gl.constexpr):
+    """Of the 1x128 groups of a tile x [128, 128], BF16 or FP32."""
+    return _scale_of(widened(x), 1, POW2)
+
+
+@gluon.jit
+def column_scales(x, POW2: gl.constexpr, SQUARE: gl.constexpr = False, peak=0.0, KNOWN: gl.constexpr = False):
+    """Of the 128x1 groups of the same tile. SQUARE: that of the whole tile, for each of them. peak: the tile's largest value,
+    where it is KNOWN."""
+    _, c = tile_places()
+    if SQUARE:
+        if not KNOWN:
+            peak = gl.reduce(gl.reduce(gl.abs(widened(x)), 0, _larger), 0, _larger)
+        scale = _scale_from(gl.full_like(c, 0.0, dtype=gl.float32) + peak, POW2)
+    else:
+        scale = _scale_of(widened(x), 0, POW2)
+    return scale
+
+
+@gluon.jit
+def store_rows(x, scale, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2: gl.constexpr):
+    """1x128 codes and scales of a tile: tokens from 128 `tile`, columns from 128 `block` of [T, N]."""
     t, c = tile_places()
     SHORT: gl.constexpr = x.dtype == gl.bfloat16
     x = widened(x)
-    scale = _scale_of(x, 1, POW2)
     codes = _divided(x, scale, 1, POW2, SHORT).to(gl.float8e4nv)
     rows, columns = T - tile * 128, N - block * 128
     inside = gl.expand_dims(t < rows, 1) & gl.expand_dims(c < columns, 0)
@@ -189,6 +208,7 @@ def store_rows(x, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2: g
 @gluon.jit
 def store_columns(
     x,
+    scale,
     tile,
     block,
     words_ptr,
@@ -198,24 +218,15 @@ def store_columns(
     POW2: gl.constexpr,
     SQUARE: gl.constexpr = False,
     scale_stride=0,
-    peak=0.0,
-    KNOWN: gl.constexpr = False,
 ):
     """Transposed codes (as words of four) and scales of the same tile; a column group is 128 tokens, zeros past the last. SQUARE:
-    all columns of the tile are one group, and its scale is told once, in a row of `scale_stride`. peak: the largest value of the
-    tile, where it is KNOWN."""
+    the tile's only scale is told once, in a row of `scale_stride`."""
     WARPS: gl.constexpr = gl.num_warps()
     written: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     _, c = tile_places()
     columns = N - block * 128
     SHORT: gl.constexpr = x.dtype == gl.bfloat16
     x = widened(x)
-    if SQUARE:
-        if not KNOWN:
-            peak = gl.reduce(gl.reduce(gl.abs(x), 0, _larger), 0, _larger)
-        scale = _scale_from(gl.full_like(c, 0.0, dtype=gl.float32) + peak, POW2)
-    else:
-        scale = _scale_of(x, 0, POW2)
     if SQUARE:
         gl.store(scale_ptr + block * scale_stride + tile + c, scale, mask=c < 1)
     else:
@@ -307,14 +318,8 @@ def _both(
     turn = 0
     for one in range(own, total, programs):
         tile, block = one // blocks, one % blocks
+        slot, later = turn % 2, one + programs
         if AHEAD:
-            slot, later = turn % 2, one + programs
-            gl.thread_barrier()  # all have read what is in the other slot
-            mbarrier.expect(ready.index(1 - slot), x_desc.block_type.nbytes, pred=later < total)
-            at = [later // blocks * 128, later % blocks * 128]
-            tma.async_copy_global_to_shared(
-                x_desc, at, ready.index(1 - slot), ring.index(1 - slot), pred=later < total
-            )
             mbarrier.wait(ready.index(slot), (turn // 2) & 1)
             x = ring.index(slot).load(tile_layout(gl.num_warps()))
             turn += 1
@@ -335,9 +340,21 @@ def _both(
         if KNOWN:
             peak = _peak_of(scale)
         if ROWS:
-            store_rows(x, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2)
+            of_rows = row_scales(x, POW2)
+        else:
+            of_columns = column_scales(x, POW2, SQUARE, peak, KNOWN)
+        if AHEAD:  # here, since the fence before a copy waits for this thread's stores, and the last tile's are done by now
+            gl.thread_barrier()  # all have read what is in the other slot
+            mbarrier.expect(ready.index(1 - slot), x_desc.block_type.nbytes, pred=later < total)
+            at = [later // blocks * 128, later % blocks * 128]
+            tma.async_copy_global_to_shared(
+                x_desc, at, ready.index(1 - slot), ring.index(1 - slot), pred=later < total
+            )
+        if ROWS:
+            of_columns = column_scales(x, POW2, SQUARE, peak, KNOWN)
+            store_rows(x, of_rows, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2)
         store_columns(
-            x, tile, block, words_ptr, column_scale_ptr, N, words_stride, POW2, SQUARE, column_scale_stride, peak, KNOWN
+            x, of_columns, tile, block, words_ptr, column_scale_ptr, N, words_stride, POW2, SQUARE, column_scale_stride
         )  # fmt: skip
 
 

@@ -22,9 +22,11 @@ from lockstep.kernels.triton.columns import (
     Codes,
     aligned,
     approximate_reciprocal,
+    column_scales,
     empty_forms,
     programs,
     quantize_both,
+    row_scales,
     store_columns,
     store_rows,
     tile_layout,
@@ -143,10 +145,11 @@ def _swiglu_codes(
                 x = up_out.load(owned)
             to = block + which * blocks
             if ROWS:
-                store_rows(x, tile, to, codes_ptr, scale_ptr, T, 2 * N, scale_stride, POW2)
+                of_rows = row_scales(x, POW2)
             else:
-                store_columns(x, tile, to, words_ptr, column_scale_ptr, 2 * N, words_stride, POW2)
-            # Whoever quantized x has it in registers.
+                of_columns = column_scales(x, POW2)
+                store_columns(x, of_columns, tile, to, words_ptr, column_scale_ptr, 2 * N, words_stride, POW2)
+            # Whoever knows x's scales has it in registers. The fence before a copy waits for stores, so rows come after it.
             if which == 0:
                 gl.thread_barrier()
                 fence_async_shared()
@@ -155,8 +158,13 @@ def _swiglu_codes(
                 gl.thread_barrier()
                 fence_async_shared()
                 tma.async_copy_global_to_shared(x_desc, [t, N + n], ready, up_smem, pred=wanted)
-            if ROWS and COLUMNS:
-                store_columns(x, tile, to, words_ptr, column_scale_ptr, 2 * N, words_stride, POW2)
+            if ROWS:
+                store_rows(x, of_rows, tile, to, codes_ptr, scale_ptr, T, 2 * N, scale_stride, POW2)
+                if COLUMNS:
+                    of_columns = column_scales(x, POW2)
+                    store_columns(
+                        x, of_columns, tile, to, words_ptr, column_scale_ptr, 2 * N, words_stride, POW2
+                    )
 
 
 @gluon.jit(do_not_specialize=["T", "x_scale_stride"])
