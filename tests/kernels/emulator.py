@@ -2,7 +2,7 @@
 
 `install` puts stand-ins for Triton's modules in place, so it belongs into a process of its own (`emulated.py`); kernels imported
 from then on run when they are launched. Layouts are ignored. Arithmetic is FP32 as written, with `fma` rounded once;
-instructions given as text are recognised by their first word. Addresses are checked. Asynchronous copies land at once, or as
+instructions given as text are recognised by what they contain. Addresses are checked. Asynchronous copies land at once, or as
 late as they may (`LATE`): what is not waited for is rubbish, and what is overwritten too early is gone in one of the two.
 
 What this can't see is what a GPU does at the same time: warps, proxies, registers. `test_slots.py` reads that off machine code.
@@ -230,10 +230,11 @@ def by_text(asm: str, constraints: str, args: list[Any], **_: object) -> Any:
     x = args[0].as_subclass(Tensor)
     if "mul.rn.bf16x2" in asm:
         return [value(found) for found in words_by_text(asm, x)]
+    if "0fBFB8AA3B" in asm:  # `sigmoid`: the factor is -1 / log(2), in FP32
+        return value(1.0 / (1.0 + torch.exp2(x * -1.4426950216293335)))
     known = {
         "shl.b32": lambda: x.float(),
         "rcp.approx.ftz.f32": lambda: 1.0 / x,
-        "ex2.approx.ftz.f32": lambda: torch.exp2(x),
     }
     return value(known[asm.split()[0]]())
 
@@ -370,6 +371,13 @@ def language() -> ModuleType:
     return gl
 
 
+def shared_language(gl: ModuleType) -> MagicMock:
+    """`triton.language`, of which Gluon kernels use what only reckons: `gl` has it all."""
+    names = ("float32", "int32", "float8e4nv", "constexpr", "expand_dims", "sum")
+    names += ("div_rn", "sqrt_rn", "fma", "inline_asm_elementwise")
+    return MagicMock(**{name: getattr(gl, name) for name in names})
+
+
 def install() -> None:
     """Stand-ins for every module of Triton that a kernel imports, and a GPU of three processors."""
     gl, gluon, hopper = language(), ModuleType("gluon"), ModuleType("hopper")
@@ -388,7 +396,7 @@ def install() -> None:
         warpgroup_mma_wait=lambda num_outstanding, deps: deps if len(deps) > 1 else deps[0],
         TensorDescriptor=SimpleNamespace(from_tensor=Descriptor),
     )
-    tl = MagicMock(constexpr=Constant)
+    tl = shared_language(gl)
     triton = MagicMock(jit=_jit, experimental=SimpleNamespace(gluon=gluon), language=tl)
     nothing = MagicMock(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
     base = "triton.experimental"

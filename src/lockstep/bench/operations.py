@@ -296,14 +296,13 @@ def _backward(make: Maker) -> list[Call]:
                 Call("quantize_both", (x.float(),), columns(width), kind | {"rows": False}),
             ]
             for square in (False, True):
-                kind, form = {"pow2": pow2, "square": square}, columns(width, square=square)
+                how, form = kind | {"square": square}, columns(width, square=square)
                 normed = x, make.positive(T), some(width)
                 made += [
-                    Call("regroup", make.codes(width), form, kind),
-                    Call("columns_of", (x, None, None), form, kind | {"pow2_rows": pow2}),
-                    Call("columns_of", normed, form, kind | {"pow2_rows": False}),
+                    Call("regroup", make.codes(width), form, how),
+                    Call("columns_of", (x, None, None), form, how | {"pow2_rows": pow2}),
+                    Call("columns_of", normed, form, how | {"pow2_rows": False}),
                 ]
-            kind = {"pow2": pow2}
             for held in ((gate_up, None), make.codes(2 * width)):
                 if width % BLOCK and held[1] is not None:
                     continue

@@ -49,7 +49,7 @@ def refresh(sources: Iterable[Source]) -> Iterator[Renewed]:
             place = held if held is not None and _fits(source, held) else empty(source)
             master = _master(source)
             added = run.add(master, _target(place), pow2=source.operand.scale == "pow2")
-            place.version.known = _Known(source, master.shape, added)
+            place.version.known = _Known(source, added)
         work.append((source, master, place))
         _count(place)
     run.launch()
@@ -63,7 +63,6 @@ class _Known:
     what it was made of, which whoever asks again may recognize (`Working.sources`)."""
 
     source: Source
-    shape: torch.Size
     added: Added
 
     def holds(self, source: Source) -> bool:
@@ -72,7 +71,7 @@ class _Known:
         return (
             master.data_ptr() == self.added.addresses[0]
             and source.operand is self.source.operand
-            and master.shape == self.shape
+            and master.shape == self.source.master.shape
             and master.dtype == torch.float32
             and master.device == self.added.device
             and master.is_contiguous()

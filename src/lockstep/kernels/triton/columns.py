@@ -178,17 +178,9 @@ def row_scales(x, POW2: gl.constexpr):
 
 
 @gluon.jit
-def column_scales(x, POW2: gl.constexpr, SQUARE: gl.constexpr = False, peak=0.0, KNOWN: gl.constexpr = False):
-    """Of the 128x1 groups of the same tile. SQUARE: that of the whole tile, for each of them. peak: the tile's largest value,
-    where it is KNOWN."""
-    _, c = tile_places()
-    if SQUARE:
-        if not KNOWN:
-            peak = gl.reduce(gl.reduce(gl.abs(widened(x)), 0, _larger), 0, _larger)
-        scale = _scale_from(gl.full_like(c, 0.0, dtype=gl.float32) + peak, POW2)
-    else:
-        scale = _scale_of(widened(x), 0, POW2)
-    return scale
+def column_scales(x, POW2: gl.constexpr):
+    """Of the 128x1 groups of the same tile."""
+    return _scale_of(widened(x), 0, POW2)
 
 
 @gluon.jit
@@ -240,10 +232,17 @@ def store_columns(
 
 
 @gluon.jit
-def _peak_of(scale):
-    """The largest of the values that a tile's codes stand for, from the scales of rows: some code of a group is 448 where scales
-    are no powers of two, unless all of it is below the quantizer's floor, and 448 of its scale is that floor."""
-    return gl.reduce(scale * 448.0, 0, _larger)
+def _square_scales(x, scale, POW2_ROWS: gl.constexpr, POW2: gl.constexpr):
+    """The scale of a tile of FP32 values, for each column. They are what codes stand for; scale: those of their rows.
+
+    Where these are no powers of two they tell the largest value: some code of a row is 448, unless all of it is below the
+    quantizer's floor, and 448 of its scale is that floor."""
+    _, c = tile_places()
+    if POW2_ROWS:
+        peak = gl.reduce(gl.reduce(gl.abs(x), 0, _larger), 0, _larger)
+    else:
+        peak = gl.reduce(scale * 448.0, 0, _larger)
+    return _scale_from(gl.full_like(c, 0.0, dtype=gl.float32) + peak, POW2)
 
 
 @gluon.jit
@@ -267,9 +266,10 @@ def _normed(x, tile, block, inverse_ptr, weight_ptr, T, N):
 def _through(x, POW2: gl.constexpr):
     """(what the 1x128 codes of a tile's rows stand for, in FP32; their scales)."""
     SHORT: gl.constexpr = x.dtype == gl.bfloat16
-    x = widened(x)
-    scale = _scale_of(x, 1, POW2)
-    x = _divided(x, scale, 1, POW2, SHORT).to(gl.float8e4nv).to(gl.float32) * gl.expand_dims(scale, 1)
+    scale = row_scales(x, POW2)
+    x = _divided(widened(x), scale, 1, POW2, SHORT).to(gl.float8e4nv).to(gl.float32) * gl.expand_dims(
+        scale, 1
+    )
     return x, scale
 
 
@@ -301,9 +301,8 @@ def _both(
     AHEAD: gl.constexpr,
 ):
     """x [T, N] (values; or codes, with their scales at `scale_ptr`) to columns, and to rows on demand: `total` tiles, `blocks`
-    side by side. THROUGH: columns of what the codes of rows stand for; NORM: of those of x's norm. AHEAD: a tile is copied in
-    while the one before is worked on."""
-    KNOWN: gl.constexpr = SQUARE and (FROM_CODES or THROUGH) and not POW2_ROWS
+    side by side. THROUGH: columns of what the codes of rows stand for; NORM: of those of x's norm. SQUARE: one scale a tile, of
+    codes, given or gone through. AHEAD: a tile is copied in while the one before is worked on."""
     t, c = tile_places()
     own, programs = gl.program_id(0), gl.num_programs(0)
     if AHEAD:
@@ -329,7 +328,6 @@ def _both(
             x = gl.load(
                 first + gl.expand_dims(t * x_stride, 1) + gl.expand_dims(c, 0), mask=inside, other=0.0
             )
-        peak = 0.0
         if FROM_CODES:
             scale = _row_scales(tile, block, scale_ptr, scale_stride, T)
             x = x.to(gl.float32) * gl.expand_dims(scale, 1)
@@ -337,12 +335,12 @@ def _both(
             x = _normed(x, tile, block, inverse_ptr, weight_ptr, T, N)
         if THROUGH:
             x, scale = _through(x, POW2_ROWS)
-        if KNOWN:
-            peak = _peak_of(scale)
         if ROWS:
             of_rows = row_scales(x, POW2)
+        elif SQUARE:
+            of_columns = _square_scales(x, scale, POW2_ROWS, POW2)
         else:
-            of_columns = column_scales(x, POW2, SQUARE, peak, KNOWN)
+            of_columns = column_scales(x, POW2)
         if AHEAD:  # here, since the fence before a copy waits for this thread's stores, and the last tile's are done by now
             gl.thread_barrier()  # all have read what is in the other slot
             mbarrier.expect(ready.index(1 - slot), x_desc.block_type.nbytes, pred=later < total)
@@ -351,7 +349,7 @@ def _both(
                 x_desc, at, ready.index(1 - slot), ring.index(1 - slot), pred=later < total
             )
         if ROWS:
-            of_columns = column_scales(x, POW2, SQUARE, peak, KNOWN)
+            of_columns = column_scales(x, POW2)
             store_rows(x, of_rows, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2)
         store_columns(
             x, of_columns, tile, block, words_ptr, column_scale_ptr, N, words_stride, POW2, SQUARE, column_scale_stride

@@ -48,10 +48,9 @@ def _norm(
     x = x.to(tl.float32)
     mean = tl.div_rn(tl.sum(tl.sum(x * x, 1), 0), K.to(tl.float32))
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
-    if FP8:
-        tl.store(inverse_ptr + row, inverse)
     y = x * inverse * weight.to(tl.float32)
     if FP8:
+        tl.store(inverse_ptr + row, inverse)
         store_row_codes(rounded(y), row, codes_ptr, scale_ptr, K, scale_stride, groups, GP, POW2)
     else:
         tl.store(out_ptr + row * K + c, y.to(out_ptr.dtype.element_ty), mask=inside)

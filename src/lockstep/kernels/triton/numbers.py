@@ -75,8 +75,12 @@ def codes_of(x, scale):
     remainder, q + remainder * r is rounded as the quotient itself would be (Markstein 1990). What is below the smallest code
     may lose its sign on the way, so that is put back. Beyond 448 there is rounding at most, which the cast undoes.
     """
-    r = _reciprocal(scale) + tl.zeros_like(x)
-    minus = -scale + tl.zeros_like(x)
+    return corrected_codes(x, _reciprocal(scale) + tl.zeros_like(x), -scale + tl.zeros_like(x))
+
+
+@triton.jit
+def corrected_codes(x, r, minus):
+    """`codes_of` with r, the rounded reciprocals, and -scale for each element. It only reckons, so Gluon kernels call it too."""
     q = x * r
     q = tl.fma(tl.fma(q, minus, x), r, q)
     q = tl.fma(tl.fma(q, minus, x), r, q)
@@ -101,7 +105,7 @@ def short_codes_of(x, scale, POW2: tl.constexpr):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)) of FP32 values, to a few ulps of its argument: `swiglu_backward.py` has the same."""
+    """1 / (1 + exp(-x)) of FP32 values, to a few ulps of its argument; zero where exp(-x) is infinite."""
     return tl.inline_asm_elementwise(
         """{
         .reg .f32 t;
@@ -135,6 +139,16 @@ def rounded(x):
         pack=2,
     )
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def half_norm(a, b, wa, wb, eps, D: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm over a head given as its halves [heads, D / 2], rounded to the activation type. Gluon kernels call it too."""
+    mean = tl.div_rn(tl.sum(a * a + b * b, 1), D * 1.0)
+    inverse = tl.expand_dims(tl.div_rn(1.0, tl.sqrt_rn(mean + eps)), 1)
+    a = (a * inverse * tl.expand_dims(wa.to(tl.float32), 0)).to(dtype).to(tl.float32)
+    b = (b * inverse * tl.expand_dims(wb.to(tl.float32), 0)).to(dtype).to(tl.float32)
+    return a, b
 
 
 @triton.jit

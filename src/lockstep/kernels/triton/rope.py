@@ -18,7 +18,14 @@ from torch import Tensor
 from triton.experimental import gluon
 
 from lockstep.kernels.operation import operation
-from lockstep.kernels.triton.numbers import E4M3_MAX, after_previous_first, place_of, value_place
+from lockstep.kernels.triton.numbers import (
+    E4M3_MAX,
+    after_previous_first,
+    corrected_codes,
+    half_norm,
+    place_of,
+    value_place,
+)
 from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 HEADS = 8
@@ -30,27 +37,13 @@ WRITTEN = 64
 
 
 @gluon.jit
-def _half_norm(a, b, wa, wb, eps, D: gl.constexpr, dtype: gl.constexpr):
-    """RMSNorm over a head given as its halves [heads, D / 2], rounded to the activation type."""
-    mean = gl.div_rn(gl.sum(a * a + b * b, 1), D * 1.0)
-    inverse = gl.expand_dims(gl.div_rn(1.0, gl.sqrt_rn(mean + eps)), 1)
-    a = (a * inverse * gl.expand_dims(wa.to(gl.float32), 0)).to(dtype).to(gl.float32)
-    b = (b * inverse * gl.expand_dims(wb.to(gl.float32), 0)).to(dtype).to(gl.float32)
-    return a, b
-
-
-@gluon.jit
 def _codes(x, scale):
-    """`fixed_codes` for a tensor with a layout and a scale for each row: the quotient by two steps of correction
-    (`numbers.codes_of`), without a branch. What lies far beyond 448 saturates before it could overflow."""
+    """`fixed_codes` for a tensor with a layout and a scale for each row: the quotient by two steps of correction, without a
+    branch. What lies far beyond 448 saturates before it could overflow."""
     r = gl.expand_dims(gl.div_rn(1.0, scale), 1) + gl.zeros_like(x)
     minus = gl.expand_dims(-scale, 1) + gl.zeros_like(x)
     x = gl.minimum(gl.maximum(x, minus * 1024.0), minus * -1024.0)
-    q = x * r
-    q = gl.fma(gl.fma(q, minus, x), r, q)
-    q = gl.fma(gl.fma(q, minus, x), r, q)
-    bits = (q.to(gl.int32, bitcast=True) & 0x7FFFFFFF) | (x.to(gl.int32, bitcast=True) & -0x80000000)
-    return bits.to(gl.float32, bitcast=True).to(gl.float8e4nv)
+    return corrected_codes(x, r, minus)
 
 
 @gluon.jit
@@ -176,7 +169,7 @@ def _rope(
     a, b = a.to(gl.float32), b.to(gl.float32)
     if not is_v:
         if NORM:
-            a, b = _half_norm(a, b, wa, wb, eps, D, dtype)
+            a, b = half_norm(a, b, wa, wb, eps, D, dtype)
         a, b = a * cos - b * sin, b * cos + a * sin
         a, b = a.to(dtype).to(gl.float32), b.to(dtype).to(gl.float32)
     if is_q:

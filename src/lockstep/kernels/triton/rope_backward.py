@@ -19,23 +19,13 @@ from torch import Tensor
 
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.norm_backward import sum_parts
-from lockstep.kernels.triton.numbers import E4M3_MAX
+from lockstep.kernels.triton.numbers import E4M3_MAX, half_norm
 from lockstep.kernels.triton.sizes import cdiv, power_of_2
 
 PROGRAMS = 528
 """At most: four for each multiprocessor of an H100. The bits of the norms' gradients depend on it."""
 ROWS = 16
 """Rows of a tile."""
-
-
-@triton.jit
-def _half_norm(a, b, wa, wb, eps, D: tl.constexpr, dtype: tl.constexpr):
-    """`rope._half_norm`: RMSNorm over a head given as its halves [heads, D / 2], rounded to the activation type."""
-    mean = tl.div_rn(tl.sum(a * a + b * b, 1), tl.full((a.shape[0],), D, tl.float32))
-    inverse = tl.div_rn(tl.full((a.shape[0],), 1.0, tl.float32), tl.sqrt_rn(mean + eps))[:, None]
-    a = (a * inverse * wa.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
-    b = (b * inverse * wb.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
-    return a, b
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -88,7 +78,7 @@ def _heads_backward(
         if CLIP:
             ka, kb = a, b
             if NORM:
-                ka, kb = _half_norm(a, b, wa, wb, eps, D, dtype)
+                ka, kb = half_norm(a, b, wa, wb, eps, D, dtype)
             limit = tl.load(scale_ptr + head, mask=known, other=0.0)[:, None] * E4M3_MAX
             da = tl.where(tl.abs((ka * cos - kb * sin).to(dtype).to(tl.float32)) > limit, 0.0, da)
             db = tl.where(tl.abs((kb * cos + ka * sin).to(dtype).to(tl.float32)) > limit, 0.0, db)

@@ -21,7 +21,6 @@ from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.columns import (
     Codes,
     aligned,
-    approximate_reciprocal,
     column_scales,
     empty_forms,
     programs,
@@ -35,10 +34,10 @@ from lockstep.kernels.triton.columns import (
     widened,
     words,
 )
+from lockstep.kernels.triton.numbers import sigmoid
 from lockstep.kernels.triton.sizes import cdiv
 from lockstep.numerics.formats import BLOCK, E4M3
 
-LOG2E = gl.constexpr(1.4426950408889634)
 WARPS = 8
 """Of a program: 8 or 16. No bit depends on it."""
 TOGETHER, REGISTERS = 2, 128
@@ -46,27 +45,19 @@ TOGETHER, REGISTERS = 2, 128
 
 
 @gluon.jit
-def _exp2(x):
-    """2^x, to two ulps; infinity and zero beyond FP32's normal range."""
-    return gl.inline_asm_elementwise(
-        asm="ex2.approx.ftz.f32 $0, $1;", constraints="=f,f", args=[x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def _gradient(dy, gate, up):
     """(d(gate), d(up)) in BF16 of FP32 tiles."""
-    s = approximate_reciprocal(1.0 + _exp2(gate * -LOG2E))
+    s = sigmoid(gate)
     silu = gate * s
     d_gate = dy * up * gl.fma(silu, 1.0 - s, s)
     return d_gate.to(gl.bfloat16), (dy * silu).to(gl.bfloat16)
 
 
 @gluon.jit
-def _values(x, scale, FROM_CODES: gl.constexpr):
-    """A tile of gate or up in FP32."""
+def _values(x, scale_ptr, known, FROM_CODES: gl.constexpr):
+    """Gate or up in FP32; of codes with their rows' scales, of those that are `known`."""
     if FROM_CODES:
-        x = x.to(gl.float32) * gl.expand_dims(scale, 1)
+        x = x.to(gl.float32) * gl.expand_dims(gl.load(scale_ptr, mask=known, other=0.0), 1)
     return widened(x)
 
 
@@ -119,15 +110,12 @@ def _swiglu_codes(
         mbarrier.wait(ready, phase)
         phase ^= 1
         for first in gl.static_range(0, 128, 64):  # in parts, so that no register is spilled
-            gate_scale, up_scale = 1.0, 1.0
-            if FROM_CODES:
-                row = tile * 128 + first + r
-                at = x_scale_ptr + block.to(gl.int64) * x_scale_stride + row
-                gate_scale = gl.load(at, mask=row < T, other=0.0)
-                up_scale = gl.load(at + blocks.to(gl.int64) * x_scale_stride, mask=row < T, other=0.0)
+            row = tile * 128 + first + r
+            at, known = x_scale_ptr + block.to(gl.int64) * x_scale_stride + row, row < T
             dy = widened(dy_smem.slice(first, 64, 0).load(part))
-            gate = _values(gate_smem.slice(first, 64, 0).load(part), gate_scale, FROM_CODES)
-            up = _values(up_smem.slice(first, 64, 0).load(part), up_scale, FROM_CODES)
+            gate = _values(gate_smem.slice(first, 64, 0).load(part), at, known, FROM_CODES)
+            at += blocks.to(gl.int64) * x_scale_stride
+            up = _values(up_smem.slice(first, 64, 0).load(part), at, known, FROM_CODES)
             d_gate, d_up = _gradient(dy, gate, up)
             gate_out.slice(first, 64, 0).store(d_gate)
             up_out.slice(first, 64, 0).store(d_up)
@@ -192,12 +180,9 @@ def _swiglu_plain(
     x_ptr += first * x_stride + block * 128
     gate = gl.load(x_ptr + at, mask=inside, other=0.0)
     up = gl.load(x_ptr + N + at, mask=inside, other=0.0)
-    gate_scale, up_scale = 1.0, 1.0
-    if FROM_CODES:
-        at = x_scale_ptr + block.to(gl.int64) * x_scale_stride + tile * 128 + t
-        gate_scale = gl.load(at, mask=known, other=0.0)
-        up_scale = gl.load(at + (N // 128).to(gl.int64) * x_scale_stride, mask=known, other=0.0)
-    gate, up = _values(gate, gate_scale, FROM_CODES), _values(up, up_scale, FROM_CODES)
+    at = x_scale_ptr + block.to(gl.int64) * x_scale_stride + tile * 128 + t
+    gate = _values(gate, at, known, FROM_CODES)
+    up = _values(up, at + (N // 128).to(gl.int64) * x_scale_stride, known, FROM_CODES)
     d_gate, d_up = _gradient(widened(dy), gate, up)
     out_ptr += first * (2 * N) + block * 128
     at = gl.expand_dims(t * (2 * N), 1) + gl.expand_dims(c, 0)
