@@ -179,8 +179,13 @@ def row_scales(x, POW2: gl.constexpr):
 
 @gluon.jit
 def column_scales(x, POW2: gl.constexpr):
-    """Of the 128x1 groups of the same tile."""
-    return _scale_of(widened(x), 0, POW2)
+    """Of the 128x1 groups of the same tile. Warps' maxima meet in threads that have a column each: a reduction over all warps at
+    once stores neighbouring columns a multiple of 128 bytes apart, in one bank of shared memory."""
+    WARPS: gl.constexpr = gl.num_warps()
+    single: gl.constexpr = gl.BlockedLayout([WARPS, 1], [1, 32], [1, WARPS], [1, 0])
+    of_warps = gl.reduce(gl.reshape(gl.abs(widened(x)), [WARPS, 128 // WARPS, 128]), 1, _larger)
+    scale = _scale_from(gl.reduce(gl.convert_layout(of_warps, single), 0, _larger), POW2)
+    return gl.convert_layout(scale, gl.SliceLayout(0, tile_layout(WARPS)))
 
 
 @gluon.jit
@@ -239,7 +244,7 @@ def _square_scales(x, scale, POW2_ROWS: gl.constexpr, POW2: gl.constexpr):
     quantizer's floor, and 448 of its scale is that floor."""
     _, c = tile_places()
     if POW2_ROWS:
-        peak = gl.reduce(gl.reduce(gl.abs(x), 0, _larger), 0, _larger)
+        peak = gl.reduce(gl.reduce(gl.abs(x), 1, _larger), 0, _larger)
     else:
         peak = gl.reduce(scale * 448.0, 0, _larger)
     return _scale_from(gl.full_like(c, 0.0, dtype=gl.float32) + peak, POW2)
