@@ -177,15 +177,19 @@ def row_scales(x, POW2: gl.constexpr):
     return _scale_of(widened(x), 1, POW2)
 
 
+@gluon.constexpr_function
+def column_layout(warps):
+    """Threads that have a column each, of [warps, 128]."""
+    return gl.BlockedLayout([warps, 1], [1, 32], [1, warps], [1, 0])
+
+
 @gluon.jit
 def column_scales(x, POW2: gl.constexpr):
-    """Of the 128x1 groups of the same tile. Warps' maxima meet in threads that have a column each: a reduction over all warps at
-    once stores neighbouring columns a multiple of 128 bytes apart, in one bank of shared memory."""
+    """Of the 128x1 groups of the same tile, a column in each thread, where warps' maxima meet: a reduction over all warps at once
+    stores neighbouring columns a multiple of 128 bytes apart, in one bank of shared memory."""
     WARPS: gl.constexpr = gl.num_warps()
-    single: gl.constexpr = gl.BlockedLayout([WARPS, 1], [1, 32], [1, WARPS], [1, 0])
     of_warps = gl.reduce(gl.reshape(gl.abs(widened(x)), [WARPS, 128 // WARPS, 128]), 1, _larger)
-    scale = _scale_from(gl.reduce(gl.convert_layout(of_warps, single), 0, _larger), POW2)
-    return gl.convert_layout(scale, gl.SliceLayout(0, tile_layout(WARPS)))
+    return _scale_from(gl.reduce(gl.convert_layout(of_warps, column_layout(WARPS)), 0, _larger), POW2)
 
 
 @gluon.jit
@@ -227,7 +231,9 @@ def store_columns(
     if SQUARE:
         gl.store(scale_ptr + block * scale_stride + tile + c, scale, mask=c < 1)
     else:
-        gl.store(scale_ptr + tile.to(gl.int64) * N + block * 128 + c, scale, mask=c < columns)
+        own = gl.arange(0, 128, layout=gl.SliceLayout(0, column_layout(WARPS)))
+        gl.store(scale_ptr + tile.to(gl.int64) * N + block * 128 + own, scale, mask=own < columns)
+        scale = gl.convert_layout(scale, gl.SliceLayout(0, tile_layout(WARPS)))
     words = gl.convert_layout(_words(_divided(x, scale, 0, POW2, SHORT)), written)
     n = gl.arange(0, 128, layout=gl.SliceLayout(1, written))
     w = gl.arange(0, 32, layout=gl.SliceLayout(0, written))

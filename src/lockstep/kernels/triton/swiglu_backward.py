@@ -106,7 +106,7 @@ def _swiglu_codes(
     tma.async_copy_global_to_shared(x_desc, [t, N + n], ready, up_smem)
     phase = 0
     for one in range(own, total, programs):
-        tile, block = one // blocks, one % blocks
+        tile, block = t // 128, n // 128
         mbarrier.wait(ready, phase)
         phase ^= 1
         for first in gl.static_range(0, 128, 64):  # in parts, so that no register is spilled
@@ -147,9 +147,10 @@ def _swiglu_codes(
                 fence_async_shared()
                 tma.async_copy_global_to_shared(x_desc, [t, N + n], ready, up_smem, pred=wanted)
             if ROWS:
-                store_rows(x, of_rows, tile, to, codes_ptr, scale_ptr, T, 2 * N, scale_stride, POW2)
                 if COLUMNS:
                     of_columns = column_scales(x, POW2)
+                store_rows(x, of_rows, tile, to, codes_ptr, scale_ptr, T, 2 * N, scale_stride, POW2)
+                if COLUMNS:
                     store_columns(
                         x, of_columns, tile, to, words_ptr, column_scale_ptr, 2 * N, words_stride, POW2
                     )
