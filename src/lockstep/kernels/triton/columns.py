@@ -184,12 +184,19 @@ def column_layout(warps):
 
 
 @gluon.jit
-def column_scales(x, POW2: gl.constexpr):
-    """Of the 128x1 groups of the same tile, a column in each thread, where warps' maxima meet: a reduction over all warps at once
-    stores neighbouring columns a multiple of 128 bytes apart, in one bank of shared memory."""
+def column_shelf():
+    """Shared memory where the scales of a tile's columns wait."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    return gl.allocate_shared_memory(gl.float32, [128], flat)
+
+
+@gluon.jit
+def column_scales(x, shelf, POW2: gl.constexpr):
+    """Scales of the 128x1 groups of the same tile to the `shelf`, by threads that have a column each, where warps' maxima meet: a
+    reduction over all warps at once stores neighbouring columns a multiple of 128 bytes apart, in one bank of shared memory."""
     WARPS: gl.constexpr = gl.num_warps()
     of_warps = gl.reduce(gl.reshape(gl.abs(widened(x)), [WARPS, 128 // WARPS, 128]), 1, _larger)
-    return _scale_from(gl.reduce(gl.convert_layout(of_warps, column_layout(WARPS)), 0, _larger), POW2)
+    shelf.store(_scale_from(gl.reduce(gl.convert_layout(of_warps, column_layout(WARPS)), 0, _larger), POW2))
 
 
 @gluon.jit
@@ -231,9 +238,7 @@ def store_columns(
     if SQUARE:
         gl.store(scale_ptr + block * scale_stride + tile + c, scale, mask=c < 1)
     else:
-        own = gl.arange(0, 128, layout=gl.SliceLayout(0, column_layout(WARPS)))
-        gl.store(scale_ptr + tile.to(gl.int64) * N + block * 128 + own, scale, mask=own < columns)
-        scale = gl.convert_layout(scale, gl.SliceLayout(0, tile_layout(WARPS)))
+        gl.store(scale_ptr + tile.to(gl.int64) * N + block * 128 + c, scale, mask=c < columns)
     words = gl.convert_layout(_words(_divided(x, scale, 0, POW2, SHORT)), written)
     n = gl.arange(0, 128, layout=gl.SliceLayout(1, written))
     w = gl.arange(0, 32, layout=gl.SliceLayout(0, written))
@@ -316,6 +321,7 @@ def _both(
     codes, given or gone through. AHEAD: a tile is copied in while the one before is worked on."""
     t, c = tile_places()
     own, programs = gl.program_id(0), gl.num_programs(0)
+    shelf = column_shelf()
     if AHEAD:
         ring = gl.allocate_shared_memory(x_desc.dtype, [2, 128, 128], x_desc.layout)
         ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -346,12 +352,12 @@ def _both(
             x = _normed(x, tile, block, inverse_ptr, weight_ptr, T, N)
         if THROUGH:
             x, scale = _through(x, POW2_ROWS)
-        if ROWS:
-            of_rows = row_scales(x, POW2)
-        elif SQUARE:
+        if SQUARE:
             of_columns = _square_scales(x, scale, POW2_ROWS, POW2)
         else:
-            of_columns = column_scales(x, POW2)
+            column_scales(x, shelf, POW2)
+        if ROWS:
+            of_rows = row_scales(x, POW2)
         if AHEAD:  # here, since the fence before a copy waits for this thread's stores, and the last tile's are done by now
             gl.thread_barrier()  # all have read what is in the other slot
             mbarrier.expect(ready.index(1 - slot), x_desc.block_type.nbytes, pred=later < total)
@@ -360,8 +366,9 @@ def _both(
                 x_desc, at, ready.index(1 - slot), ring.index(1 - slot), pred=later < total
             )
         if ROWS:
-            of_columns = column_scales(x, POW2)
             store_rows(x, of_rows, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, POW2)
+        if not SQUARE:
+            of_columns = shelf.load(gl.SliceLayout(0, tile_layout(gl.num_warps())))
         store_columns(
             x, of_columns, tile, block, words_ptr, column_scale_ptr, N, words_stride, POW2, SQUARE, column_scale_stride
         )  # fmt: skip

@@ -22,6 +22,7 @@ from lockstep.kernels.triton.columns import (
     Codes,
     aligned,
     column_scales,
+    column_shelf,
     empty_forms,
     programs,
     quantize_both,
@@ -91,6 +92,7 @@ def _swiglu_codes(
     gate_out, up_out = dy_smem, up_smem
     if FROM_CODES:
         up_out = gl.allocate_shared_memory(gl.bfloat16, [128, 128], plain)
+    shelf = column_shelf()
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     fence_async_shared()
@@ -132,11 +134,10 @@ def _swiglu_codes(
             else:
                 x = up_out.load(owned)
             to = block + which * blocks
+            if COLUMNS:
+                column_scales(x, shelf, POW2)
             if ROWS:
                 of_rows = row_scales(x, POW2)
-            else:
-                of_columns = column_scales(x, POW2)
-                store_columns(x, of_columns, tile, to, words_ptr, column_scale_ptr, 2 * N, words_stride, POW2)
             # Whoever knows x's scales has it in registers. The fence before a copy waits for stores, so rows come after it.
             if which == 0:
                 gl.thread_barrier()
@@ -147,13 +148,10 @@ def _swiglu_codes(
                 fence_async_shared()
                 tma.async_copy_global_to_shared(x_desc, [t, N + n], ready, up_smem, pred=wanted)
             if ROWS:
-                if COLUMNS:
-                    of_columns = column_scales(x, POW2)
                 store_rows(x, of_rows, tile, to, codes_ptr, scale_ptr, T, 2 * N, scale_stride, POW2)
-                if COLUMNS:
-                    store_columns(
-                        x, of_columns, tile, to, words_ptr, column_scale_ptr, 2 * N, words_stride, POW2
-                    )
+            if COLUMNS:
+                of_columns = shelf.load(gl.SliceLayout(0, owned))
+                store_columns(x, of_columns, tile, to, words_ptr, column_scale_ptr, 2 * N, words_stride, POW2)
 
 
 @gluon.jit(do_not_specialize=["T", "x_scale_stride"])
