@@ -7,8 +7,10 @@ Triton 3.6 (`pip install triton==3.6.0`); elsewhere this is skipped.
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
+import weakref
 from functools import partial
 from typing import Any
 
@@ -124,6 +126,24 @@ def test_a_place_is_looked_at_once_as_long_as_its_master_stays(
             again,
         )
     assert len(compiled) == 5
+
+
+def test_a_first_working_copy_does_not_keep_its_master(
+    compiled: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lockstep.kernels import in_place
+    from lockstep.kernels.renew import Source
+    from lockstep.numerics.formats import square_blocks
+
+    monkeypatch.setattr(in_place, "_master", lambda source: source.master)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
+    master = torch.zeros(256, 384)
+    source = Source("w", master, square_blocks("fp32"), torch.bfloat16, None)
+    (made,) = in_place.refresh([source])
+    kept = weakref.ref(master)
+    del master, source
+    gc.collect()
+    assert made.packed.codes is not None and kept() is None and compiled
 
 
 def test_launches_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import ContractError
 from lockstep.kernels.reference import PackedWeight, ReferenceKernels
@@ -22,6 +23,7 @@ from lockstep.numerics.quantize import quantize
 from lockstep.rollout.engine import EmbeddedEngine
 from lockstep.rollout.spec import RolloutSpec
 from lockstep.rollout.types import Request, SamplingParams
+from lockstep.sync.load_plan import release_masters
 
 FLOWS = {"bf16": bf16_flow(), "fp8": fp8_flow(), "fp8-pow2": fp8_flow(scale="pow2", keep_bf16=frozenset({0}))}
 
@@ -91,6 +93,37 @@ def test_in_place_or_anew_is_the_same_decoder(toy: SimpleNamespace, flow: Flow, 
         places = now
         for decoder in (anew, in_place):
             nudge(decoder, version)
+
+
+@pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS)
+def test_nothing_keeps_what_was_replaced(toy: SimpleNamespace, flow: Flow) -> None:
+    """Neither weights that were stacked, nor masters that were dropped: on a GPU they are most of the memory."""
+    _, decoder = two(toy, "qwen2", flow)
+    for _ in range(2):  # the second time, records of the first are recognized
+        for name, module in decoder.working():
+            module.refresh(name)
+    decoder.version = 1
+    linears = [linear for p in decoder.projections() for linear in p.linears if len(p.linears) > 1]
+    dense = [linear.working.dense for linear in linears]
+    singly = {x.data_ptr() for x in dense if x is not None}
+    assert len(singly) == len(linears) and alive(singly)
+    ids = toy.random_ids(decoder.spec, (9, 4))
+    logits, digest = toy.logits(decoder, ids, (9, 4)), decoder.digest()
+    del dense
+    decoder.stack()
+    assert not alive(singly)
+    masters = {p.data_ptr() for p in decoder.parameters()}
+    assert alive(masters)
+    release_masters(decoder)
+    assert not alive(masters)
+    assert torch.equal(toy.logits(decoder, ids, (9, 4)), logits) and decoder.digest() == digest
+
+
+def alive(pointers: set[int]) -> list[Tensor]:
+    """Tensors at these addresses that something still refers to."""
+    gc.collect()
+    found = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    return [x for x in found if x.data_ptr() in pointers]
 
 
 def test_records_say_what_changed(toy: SimpleNamespace) -> None:

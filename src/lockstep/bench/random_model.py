@@ -30,5 +30,6 @@ def random_decoder(
             module.bias = nn.Parameter(made)
         module.refresh(name)
         module.weight = nn.Parameter(torch.empty(shape, device="meta"))
+    decoder.stack()  # now, since an engine's cache takes what is free then
     decoder.version = decoder.refreshes = 1
     return decoder

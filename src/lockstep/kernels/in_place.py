@@ -27,7 +27,7 @@ from lockstep.kernels.library import library_scale
 from lockstep.kernels.reference import PackedWeight
 from lockstep.kernels.renew import Renewed, Source, non_finite
 from lockstep.kernels.triton.refresh import Added, Codes, Findings, Pass
-from lockstep.numerics.formats import BLOCK, E4M3
+from lockstep.numerics.formats import BLOCK, E4M3, Operand
 from lockstep.numerics.quantize import Quantized
 
 SQUARE = (BLOCK, BLOCK)
@@ -49,7 +49,7 @@ def refresh(sources: Iterable[Source]) -> Iterator[Renewed]:
             place = held if held is not None and _fits(source, held) else empty(source)
             master = _master(source)
             added = run.add(master, _target(place), pow2=source.operand.scale == "pow2")
-            place.version.known = _Known(source, added)
+            place.version.known = _Known(source.operand, source.master.shape, added)
         work.append((source, master, place))
         _count(place)
     run.launch()
@@ -60,18 +60,21 @@ def refresh(sources: Iterable[Source]) -> Iterator[Renewed]:
 @dataclass
 class _Known:
     """How a place was remade last: looking at every tensor anew takes the host longer than the device has work with it. source:
-    what it was made of, which whoever asks again may recognize (`Working.sources`)."""
+    what was asked when that came again, which whoever asks may recognize (`Working.sources`); not before, since a working copy
+    must not keep a master that nobody else keeps."""
 
-    source: Source
+    operand: Operand
+    shape: torch.Size
     added: Added
+    source: Source | None = None
 
     def holds(self, source: Source) -> bool:
         """Whether this master goes to the place in the same way. The place itself can't change: its version holds this."""
         master = source.master
         return (
             master.data_ptr() == self.added.addresses[0]
-            and source.operand is self.source.operand
-            and master.shape == self.source.master.shape
+            and source.operand is self.operand
+            and master.shape == self.shape
             and master.dtype == torch.float32
             and master.device == self.added.device
             and master.is_contiguous()

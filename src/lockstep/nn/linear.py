@@ -122,7 +122,7 @@ class Projection:
             if parts is None:
                 return None
             for linear, part in zip(self.linears, parts, strict=True):
-                linear.packed = part
+                linear.install(part)
             return parts[0].stack
         return first.stack
 

@@ -112,6 +112,16 @@ class Working(nn.Module):
         assert self.packed is not None, "refresh the decoder before its first forward"
         return self.packed
 
+    def install(self, packed: PackedWeight | None) -> None:
+        """Takes a working copy into use that was made elsewhere, or none. Nothing here keeps the old one."""
+        self.packed, self.described, self.asked, self.known = packed, (None, []), [], NOTHING
+
+    def forget_master(self) -> None:
+        """Keeps no record of what the working copy was made of: for whoever drops the master."""
+        self.asked = []
+        if self.packed is not None:
+            self.packed.version.known = None
+
     def refresh(self, name: str) -> Refreshed:
         """Remakes the working copy from the master. Raises ValueError when the master holds NaN or infinity."""
         return refresh([(name, self)])[0]

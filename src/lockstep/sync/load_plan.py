@@ -56,7 +56,8 @@ class LoadPlan:
                 before[name], module.working_bias = module.working_bias, value
             else:
                 assert isinstance(module, Working) and not isinstance(value, Tensor)
-                before[name], module.packed = module.packed, value
+                before[name] = module.packed
+                module.install(value)
         return before
 
 
@@ -67,5 +68,8 @@ def release_masters(decoder: Decoder) -> None:
     """
     for name, parameter in list(decoder.named_parameters()):
         path, _, leaf = name.rpartition(".")
+        module = decoder.get_submodule(path)
+        if isinstance(module, Working):
+            module.forget_master()
         empty = torch.full((1,), float("nan"), device=parameter.device).expand(parameter.shape)
-        setattr(decoder.get_submodule(path), leaf, nn.Parameter(empty, requires_grad=False))
+        setattr(module, leaf, nn.Parameter(empty, requires_grad=False))
