@@ -17,6 +17,7 @@ from lockstep.rollout.scheduler import Scheduler, Work
 from lockstep.rollout.sequence import Sequence
 from lockstep.rollout.types import Request, SamplingParams
 
+FLAG = torch.zeros(1, dtype=torch.int32)
 SPEC = tiny_spec(hidden=2, layers=1, heads=1, kv_heads=1, intermediate=2)
 
 
@@ -26,7 +27,8 @@ class Runner:
     def __init__(self, budget: int) -> None:
         self.budget, self.chunks = budget, []  # type: int, list[int]
 
-    def forward(self, work: list[Work], scales: None) -> list[torch.Tensor]:
+    def forward(self, work: list[Work], scales: None, flag: torch.Tensor) -> list[torch.Tensor]:
+        assert flag is FLAG, "the host would wait for the device"
         assert sum(w.count for w in work) <= self.budget
         assert len(self.chunks) < 10_000, "admission doesn't come to an end"
         for item in work:
@@ -41,7 +43,7 @@ class Loop(DecodeLoop):
     def __init__(self, scheduler: Scheduler, rows: int) -> None:
         self.scheduler, self.scales = scheduler, None
         self.runner = Runner(scheduler.max_batched_tokens)  # type: ignore[assignment]
-        self.state = SimpleNamespace(rows=rows)  # type: ignore[assignment]
+        self.state = SimpleNamespace(rows=rows, flag=FLAG)  # type: ignore[assignment]
         self.row_of = {}
 
     def enter(self, ready: list[Sequence]) -> None:

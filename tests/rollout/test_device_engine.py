@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.errors import ContractError
 from lockstep.kernels.attention_index import Run
 from lockstep.models.spec import PRESETS
 from lockstep.nn.kv_scales import KVScales
@@ -131,6 +132,25 @@ def test_schedules_graphs_and_training_forward_agree_case_51(
     rollout = torch.tensor([p for c in first for p in c.logprobs])
     for together in (1, 5, len(first)):
         assert torch.equal(scored(decoder, kernels, first, together), rollout), together
+
+
+def test_a_key_that_is_not_finite_ends_a_generation_and_nothing_of_it_stays(kernels: Any) -> None:
+    from lockstep.bench.random_model import random_decoder
+
+    spec = replace(PRESETS["smollm2-135m"], num_layers=2)
+    decoder = random_decoder(spec, fp8_flow(kv_fp8=True), kernels, torch.device("cuda"))
+    asked = requests(spec.vocab_size)[:4]
+    expected = engine(decoder, 8, 20000).generate(asked, seed=1, step=0, expected_version=1)
+    broken = engine(decoder, 8, 20000, prefix_cache=True, max_batched_tokens=256)
+    weight = decoder.model.layers[1].input_layernorm.working.plain
+    assert weight is not None
+    honest = weight.clone()
+    weight.fill_(3e38)
+    with pytest.raises(ContractError, match="non-finite key or value"):
+        broken.generate(asked, seed=1, step=0, expected_version=1)
+    weight.copy_(honest)
+    found = broken.generate(asked, seed=1, step=0, expected_version=1)
+    assert by_sample(found) == by_sample(expected)
 
 
 def test_preemption_changes_no_bit(kernels: Any) -> None:

@@ -27,8 +27,9 @@ def test_case_17_an_engine_step_with_a_key_that_is_not_finite_is_its_last(
     make_decoder: MakeDecoder, value: float, step: int
 ) -> None:
     decoder = make_decoder(fp8_flow(kv_fp8=True), layers=2)
-    engine = EmbeddedEngine(decoder, RolloutSpec(), cache_tokens=512)
-    engine.set_kv_scales(measure_kv(decoder, PROMPTS).scales(headroom=2.0, kind="fp32", version=1))
+    engine, other = (EmbeddedEngine(decoder, RolloutSpec(), cache_tokens=512) for _ in range(2))
+    for one in (engine, other):
+        one.set_kv_scales(measure_kv(decoder, PROMPTS).scales(headroom=2.0, kind="fp32", version=1))
     honest, calls = decoder.kernels.rope, 0
 
     def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -44,6 +45,11 @@ def test_case_17_an_engine_step_with_a_key_that_is_not_finite_is_its_last(
     with pytest.raises(ContractError, match="layer 1: non-finite key in KV head 0"):
         engine.generate(requests, seed=0, step=0, expected_version=1)
     assert engine.steps == step - 1 and calls == 4 * step
+    # Nothing of it is left: neither pages that somebody holds nor a prefix that was computed from it.
+    decoder.kernels.rope = honest  # type: ignore[method-assign]
+    assert engine.cache.free_pages == engine.cache.num_pages
+    again, fresh = (e.generate(requests, seed=1, step=1, expected_version=1) for e in (engine, other))
+    assert again == fresh
 
 
 def test_the_engine_reads_its_flag_once_a_step(

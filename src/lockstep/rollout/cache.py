@@ -35,8 +35,9 @@ class PagedCache:
         self.num_pages = -(-tokens // page_size)
         self.k, self.v = self.storage(spec, flow, device)
         self.routes = RouteStore(spec, self.num_pages * page_size, device) if record_routes else None
-        self._references = [0] * self.num_pages
-        self._free = list(range(self.num_pages))[::-1]
+        self._references: list[int] = []
+        self._free: list[int] = []
+        self.clear()
 
     def storage(self, spec: ModelSpec, flow: Flow, device: torch.device) -> tuple[Tensor, Tensor]:
         """Empty storage of keys and values."""
@@ -114,6 +115,13 @@ class PagedCache:
         """Forgets what was remembered under other weights or scales."""
         if self.prefix is not None:
             self._free += self.prefix.renew(key)
+
+    def clear(self) -> None:
+        """Frees every page, whoever holds it, and forgets what was remembered: after work that was broken off."""
+        if self.prefix is not None:
+            self.prefix = PrefixCache(self.page_size)
+        self._references = [0] * self.num_pages
+        self._free = list(range(self.num_pages))[::-1]
 
     def recall(self, tokens: list[int]) -> list[int]:
         """A block table of the whole pages that already hold a beginning of `tokens`, all but its last token at most."""

@@ -73,6 +73,7 @@ class DecodeLoop:
         ]
         state.use_scales(scales)
         state.check_storage()
+        state.alive.zero_()  # a generation that was broken off leaves rows that run
         state.flag.zero_()
         state.cursor.zero_()  # the halves of the buffers alternate from here on, on both sides
 
@@ -102,9 +103,8 @@ class DecodeLoop:
         scheduler = self.scheduler
         while (scheduler.waiting and len(scheduler.running) < self.state.rows) or self._prefilling():
             work = scheduler.schedule()
-            for item, hidden in zip(
-                work, self.runner.forward(work, self.scales) if work else [], strict=True
-            ):
+            found = self.runner.forward(work, self.scales, self.state.flag) if work else []
+            for item, hidden in zip(work, found, strict=True):
                 if item.sequence.computed == len(item.sequence.tokens):
                     item.sequence.hidden = hidden
                     if item.sequence.fresh:

@@ -133,10 +133,15 @@ class EmbeddedEngine:
         self.cache.renew(PrefixKey(self.version, self.decoder.refreshes, self.scale_version))
         scheduler = Scheduler(self.cache, self.spec.max_running, self.spec.max_batched_tokens)
         sequences = [s for request in requests for s in scheduler.add(request)]
-        if self._loops(requests):
-            self._run_loop(scheduler, seed, step, progress)
-        else:
-            self._run_steps(scheduler, seed, step, progress)
+        try:
+            if self._loops(requests):
+                self._run_loop(scheduler, seed, step, progress)
+            else:
+                self._run_steps(scheduler, seed, step, progress)
+        except BaseException:  # an interrupt as well: whoever goes on finds an engine with nothing under way
+            self.cache.clear()
+            self.runner = Runner(self.decoder, self.cache)
+            raise
         self.preemptions += scheduler.preemptions
         self.recalled += scheduler.recalled
         assert self.cache.free_pages == self.cache.num_pages, "pages leaked"

@@ -30,13 +30,14 @@ class Runner:
         self.watch = AmaxCollector(spec.num_layers, spec.num_kv_heads, device)
 
     @torch.no_grad()
-    def forward(self, work: list[Work], scales: KVScales | None) -> list[Tensor]:
+    def forward(self, work: list[Work], scales: KVScales | None, flag: Tensor | None = None) -> list[Tensor]:
         """Hidden state [K] after the last computed token of each work item; advances `computed`.
 
-        Raises ContractError when a key or value was not finite on its way into an FP8 cache.
+        flag: int32 [1] on a device, set to 1 where a key or value was not finite on its way into the cache; whoever gave it reads
+        it, and the host doesn't wait here. Without it raises ContractError then, as it does without fused kernels.
         """
         if self.decoder.kernels.fused:
-            return self._forward_on_device(work, scales)
+            return self._forward_on_device(work, scales, flag)
         runs: list[Run] = []
         ids: list[int] = []
         positions: list[Tensor] = []
@@ -71,7 +72,9 @@ class Runner:
             self.cache.routes.write(slots_T, routes)
         return [hidden[run.row + run.count - 1] for run in runs]
 
-    def _forward_on_device(self, work: list[Work], scales: KVScales | None) -> list[Tensor]:
+    def _forward_on_device(
+        self, work: list[Work], scales: KVScales | None, flag: Tensor | None
+    ) -> list[Tensor]:
         """The same through the fused kernels: tiles of queries over block tables."""
         from lockstep.kernels.packed_index import PrefillIndex
 
@@ -102,7 +105,7 @@ class Runner:
             longest,
             block,
         )
-        flag = torch.zeros(1, dtype=torch.int32, device=device)
+        seen = torch.zeros(1, dtype=torch.int32, device=device) if flag is None else flag
         slots_T, routes = upload(torch.cat(slots), device), Routes()
         self.decoder.model.rope.reserve(longest, device)
         context = DevicePages(
@@ -112,11 +115,11 @@ class Runner:
             self.cache.k,
             self.cache.v,
             scales,
-            flag,
+            seen,
             routes,
         )
         hidden = self.decoder.hidden(upload(torch.tensor(ids), device), context)  # type: ignore[arg-type]
-        if bool(flag):
+        if flag is None and bool(seen):
             raise ContractError("non-finite key or value on its way into the cache")
         if self.cache.routes is not None:
             self.cache.routes.write(slots_T, routes)
