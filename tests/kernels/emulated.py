@@ -14,6 +14,7 @@ from torch import Tensor  # noqa: E402
 
 from lockstep.kernels.reference import ReferenceKernels  # noqa: E402
 from lockstep.kernels.triton import columns, numbers, paged_attention, rope, swiglu_backward  # noqa: E402
+from lockstep.kernels.triton import quantize as quantize_rows  # noqa: E402
 from lockstep.numerics.formats import BLOCK, E4M3, column_groups, row_groups, square_blocks  # noqa: E402
 from lockstep.numerics.quantize import Quantized, quantize  # noqa: E402
 
@@ -157,11 +158,13 @@ def paged(_: str) -> None:
                 (q[-1], *(x.view(length, groups, dim) for x in qkv[:, heads * dim :].split(groups * dim, 1)))
             )
         q = torch.stack([x[0] for x in given])
+        given_pages = (k_pages, v_pages)
+        sizes = (torch.tensor(lengths, dtype=torch.int32), tables)
+        options = {"base": dim**-0.5 * 1.4426950408889634, "splits": 1, "steps": 32}
         for early in (False, True):
             out = torch.empty_like(q)
             paged_attention.launch(
-                q, k_pages, v_pages, out, out, out, torch.tensor(lengths, dtype=torch.int32), tables, scales, out,
-                base=dim**-0.5 * 1.4426950408889634, splits=1, steps=32, codes=False, pow2=False, early=early,
+                q, *given_pages, out, out, out, *sizes, scales, out, codes=False, pow2=False, early=early, **options
             )  # fmt: skip
             for found, (query, *stored) in zip(out, given, strict=True):
                 k, v = (
@@ -172,6 +175,13 @@ def paged(_: str) -> None:
                 expected = torch.einsum("ht,thd->hd", p, v)
                 error = (found.double() - expected).norm() / expected.norm()
                 assert float(error) < 0.01, float(error)
+        for kind in ("fp32", "pow2") if dim == BLOCK else ():  # a head is a group then
+            codes, scale = quantize_rows.empty_codes(len(q), heads * dim, q.device)
+            paged_attention.launch(
+                q, *given_pages, codes, codes, codes, *sizes, scales, scale, codes=True, pow2=kind == "pow2",
+                early=False, **options,
+            )  # fmt: skip
+            assert_rows((codes, scale), out.flatten(1), kind)
 
 
 def assert_turned(found: Tensor, x: Tensor, weight: Tensor | None, turn: Tensor) -> None:

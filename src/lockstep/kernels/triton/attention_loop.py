@@ -154,9 +154,10 @@ def prefill_kernel(
         else:
             big_m, big_l, big_a = m, den, acc
     total = tl.max(big_l, 1)
-    o = tl.div_rn(big_a, total[:, None] + tl.zeros_like(big_a))
+    share = tl.div_rn(1.0, total)
     if SCALED:
-        o = o * tl.load(vs_ptr + g)
+        share = share * tl.load(vs_ptr + g)
+    o = big_a * share[:, None]
     scale_at = h.to(tl.int64) * scale_stride + first + r
     _store(o, o_ptr, q_at, q_ok, scale_ptr, scale_at, r < count, OUT8, POW2, 1)
     if LSE:
@@ -230,9 +231,10 @@ def decode_kernel(
         tl.store(state_ptr + part * 2 + 1, total, mask=inside)
         tl.store(part_ptr + part[None, :] * D + d[:, None], acc, mask=q_ok)
     else:
-        o = tl.div_rn(acc, total[None, :] + tl.zeros_like(acc))
+        share = tl.div_rn(1.0, total)
         if KV8:
-            o = o * tl.load(vs_ptr + g)
+            share = share * tl.load(vs_ptr + g)
+        o = acc * share[None, :]
         scale_at = (g * Q + i).to(tl.int64) * scale_stride + b
         _store(o, o_ptr, q_at, q_ok, scale_ptr, scale_at, i < Q, OUT8, POW2, 0)
 
@@ -276,9 +278,10 @@ def join_kernel(
         big_l = tl.fma(big_l, x, den * y)
         big_a = tl.fma(big_a, x[:, None] + tl.zeros_like(acc), acc * y[:, None])
         big_m = new
-    o = tl.div_rn(big_a, big_l[:, None] + tl.zeros_like(big_a))
+    share = tl.div_rn(1.0, big_l)
     if KV8:
-        o = o * tl.load(vs_ptr + h // (H // G), mask=known, other=0.0)[:, None]
+        share = share * tl.load(vs_ptr + h // (H // G), mask=known, other=0.0)
+    o = big_a * share[:, None]
     at = ((b * H + h) * D)[:, None] + d[None, :]
     scale_at = h.to(tl.int64) * scale_stride + b
     _store(o, o_ptr, at, inside, scale_ptr, scale_at, known, OUT8, POW2, 1)

@@ -113,7 +113,7 @@ def _scale_from(amax, POW2: gl.constexpr):
 
 
 @gluon.jit
-def _divided(x, scale, AXIS: gl.constexpr, POW2: gl.constexpr, SHORT: gl.constexpr):
+def divided(x, scale, AXIS: gl.constexpr, POW2: gl.constexpr, SHORT: gl.constexpr):
     """x / scale as a division rounds it, in FP32; scale from `_scale_of`. SHORT: x are BF16 values."""
     r = approximate_reciprocal(scale)
     if SHORT and not POW2:
@@ -205,7 +205,7 @@ def store_rows(x, scale, tile, block, codes_ptr, scale_ptr, T, N, scale_stride, 
     t, c = tile_places()
     SHORT: gl.constexpr = x.dtype == gl.bfloat16
     x = widened(x)
-    codes = _divided(x, scale, 1, POW2, SHORT).to(gl.float8e4nv)
+    codes = divided(x, scale, 1, POW2, SHORT).to(gl.float8e4nv)
     rows, columns = T - tile * 128, N - block * 128
     inside = gl.expand_dims(t < rows, 1) & gl.expand_dims(c < columns, 0)
     codes_ptr += (tile.to(gl.int64) * 128) * N + block * 128
@@ -239,7 +239,7 @@ def store_columns(
         gl.store(scale_ptr + block * scale_stride + tile + c, scale, mask=c < 1)
     else:
         gl.store(scale_ptr + tile.to(gl.int64) * N + block * 128 + c, scale, mask=c < columns)
-    words = gl.convert_layout(_words(_divided(x, scale, 0, POW2, SHORT)), written)
+    words = gl.convert_layout(_words(divided(x, scale, 0, POW2, SHORT)), written)
     n = gl.arange(0, 128, layout=gl.SliceLayout(1, written))
     w = gl.arange(0, 32, layout=gl.SliceLayout(0, written))
     words_ptr += (block.to(gl.int64) * 128) * words_stride + tile * 32
@@ -283,7 +283,7 @@ def _through(x, POW2: gl.constexpr):
     """(what the 1x128 codes of a tile's rows stand for, in FP32; their scales)."""
     SHORT: gl.constexpr = x.dtype == gl.bfloat16
     scale = row_scales(x, POW2)
-    x = _divided(widened(x), scale, 1, POW2, SHORT).to(gl.float8e4nv).to(gl.float32) * gl.expand_dims(
+    x = divided(widened(x), scale, 1, POW2, SHORT).to(gl.float8e4nv).to(gl.float32) * gl.expand_dims(
         scale, 1
     )
     return x, scale

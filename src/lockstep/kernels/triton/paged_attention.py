@@ -31,9 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lockstep.kernels.triton.columns import divided
 from lockstep.kernels.triton.numbers import WIDEN
 from lockstep.kernels.triton.ring import arrived
-from lockstep.kernels.triton.wide_attention import EMPTY, PAGE, codes_of, scale_of
+from lockstep.kernels.triton.wide_attention import EMPTY, PAGE, scale_of
 
 QUERIES = gl.constexpr(8)
 """Columns of the products: the narrowest instruction."""
@@ -163,12 +164,12 @@ def _paged(
         at = gl.expand_dims(part * D, 0) + gl.expand_dims(d, 1)
         gl.store(part_ptr + at, acc, mask=gl.expand_dims(inside, 0))
     else:
-        o = gl.div_rn(acc, gl.expand_dims(total, 0) + gl.zeros_like(acc)) * gl.load(vs_ptr + g)
+        o = acc * gl.expand_dims(gl.div_rn(gl.full_like(total, 1.0), total) * gl.load(vs_ptr + g), 0)
         at = gl.expand_dims((b * H + head) * D, 0) + gl.expand_dims(d, 1)
         if OUT8:
             y = o.to(bf16).to(gl.float32)
             scale = scale_of(gl.max(gl.abs(y), 0), POW2)
-            codes = codes_of(y, gl.expand_dims(scale, 0) + gl.zeros_like(y))
+            codes = divided(y, scale, 0, POW2, True).to(gl.float8e4nv)
             gl.store(o_ptr + at, codes, mask=gl.expand_dims(inside, 0))
             gl.store(scale_ptr + head.to(gl.int64) * scale_stride + b, scale, mask=inside)
         else:

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels import attention_form as form
+from lockstep.kernels.triton.columns import divided
 from lockstep.kernels.triton.ring import arrived
 from lockstep.kernels.triton.sizes import processors
 
@@ -301,12 +302,13 @@ def _finish(
     m, den, acc, o_ptr, lse_ptr, vs_ptr, scale_ptr, scale_stride, first, count, h, g, H: gl.constexpr,
     D: gl.constexpr, SCALED: gl.constexpr, LSE: gl.constexpr, OUT8: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
-    """Divides and stores, as BF16 or as 1x128 codes."""
+    """Every row times its share, one over the denominator (and times the scale of values); stored as BF16 or as 1x128 codes."""
     row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     whole = gl.convert_layout(gl.max(den, 1), row, assert_trivial=True)
-    o = gl.div_rn(acc, gl.expand_dims(whole, 1) + gl.zeros_like(acc))
+    share = gl.div_rn(gl.full_like(whole, 1.0), whole)
     if SCALED:
-        o = o * gl.load(vs_ptr + g)
+        share = share * gl.load(vs_ptr + g)
+    o = acc * gl.expand_dims(share, 1)
     r = gl.arange(0, 64, layout=row)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, acc.type.layout))
     line = first.to(gl.int64) + r
@@ -315,7 +317,7 @@ def _finish(
     if OUT8:
         y = o.to(gl.bfloat16).to(gl.float32)
         scale = scale_of(gl.max(gl.abs(y), 1), POW2)
-        gl.store(o_ptr + at, codes_of(y, gl.expand_dims(scale, 1) + gl.zeros_like(y)), mask=inside)
+        gl.store(o_ptr + at, divided(y, scale, 1, POW2, True).to(gl.float8e4nv), mask=inside)
         gl.store(scale_ptr + h.to(gl.int64) * scale_stride + line, scale, mask=r < count)
     else:
         gl.store(o_ptr + at, o.to(gl.bfloat16), mask=inside)
@@ -332,12 +334,6 @@ def scale_of(amax, POW2: gl.constexpr):
         bits = (scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scale = bits.to(gl.float32, bitcast=True)
     return scale
-
-
-@gluon.jit
-def codes_of(x, scale):
-    """`numbers.codes_of` for a tensor with a layout."""
-    return gl.minimum(gl.maximum(gl.div_rn(x, scale), -448.0), 448.0).to(gl.float8e4nv)
 
 
 @gluon.jit(do_not_specialize=["total"])
