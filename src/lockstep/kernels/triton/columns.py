@@ -283,9 +283,7 @@ def _through(x, POW2: gl.constexpr):
     """(what the 1x128 codes of a tile's rows stand for, in FP32; their scales)."""
     SHORT: gl.constexpr = x.dtype == gl.bfloat16
     scale = row_scales(x, POW2)
-    x = divided(widened(x), scale, 1, POW2, SHORT).to(gl.float8e4nv).to(gl.float32) * gl.expand_dims(
-        scale, 1
-    )
+    x = divided(widened(x), scale, 1, POW2, SHORT).to(gl.float8e4nv).to(gl.float32) * gl.expand_dims(scale, 1)
     return x, scale
 
 

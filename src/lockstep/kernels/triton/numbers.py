@@ -89,6 +89,12 @@ def corrected_codes(x, r, minus):
 
 
 @triton.jit
+def saturated_codes(x, r, minus):
+    """`corrected_codes` under scales that x may exceed: larger values saturate, before they could overflow."""
+    return corrected_codes(tl.minimum(tl.maximum(x, minus * 1024.0), minus * -1024.0), r, minus)
+
+
+@triton.jit
 def short_codes_of(x, scale, POW2: tl.constexpr):
     """`codes_of` BF16 values (in FP32) under scales that `scale_of` made of them, in two instructions each:
     x r + x (1 / scale - r), with r a little too small, which keeps a zero's sign. `columns.py` says how that was checked."""

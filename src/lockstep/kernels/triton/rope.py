@@ -19,11 +19,10 @@ from triton.experimental import gluon
 
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import (
-    E4M3_MAX,
     after_previous_first,
-    corrected_codes,
     half_norm,
     place_of,
+    saturated_codes,
     value_place,
 )
 from lockstep.kernels.triton.sizes import cdiv, power_of_2
@@ -38,12 +37,9 @@ WRITTEN = 64
 
 @gluon.jit
 def _codes(x, scale):
-    """`fixed_codes` for a tensor with a layout and a scale for each row: the quotient by two steps of correction, without a
-    branch. What lies far beyond 448 saturates before it could overflow."""
+    """`fixed_codes` for a tensor with a layout and a scale for each row."""
     r = gl.expand_dims(gl.div_rn(1.0, scale), 1) + gl.zeros_like(x)
-    minus = gl.expand_dims(-scale, 1) + gl.zeros_like(x)
-    x = gl.minimum(gl.maximum(x, minus * 1024.0), minus * -1024.0)
-    return corrected_codes(x, r, minus)
+    return saturated_codes(x, r, gl.expand_dims(-scale, 1) + gl.zeros_like(x))
 
 
 @gluon.jit
@@ -201,8 +197,7 @@ def _rope(
 @triton.jit
 def fixed_codes(x, scale):
     """e4m3 codes under a given scale; larger values saturate."""
-    scaled = tl.div_rn(x, scale + tl.zeros_like(x))
-    return tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX).to(tl.float8e4nv)
+    return saturated_codes(x, tl.div_rn(1.0, scale) + tl.zeros_like(x), -scale + tl.zeros_like(x))
 
 
 def rope_and_write(
@@ -469,5 +464,5 @@ def _write_pages(
         scaled,
         k_pages.element_size() == 1,
         scaled and k_pages.element_size() == 2,
-        num_warps=8,
+        num_warps=16,
     )
