@@ -374,7 +374,7 @@ def language() -> ModuleType:
 def shared_language(gl: ModuleType) -> MagicMock:
     """`triton.language`, of which Gluon kernels use what only reckons: `gl` has it all."""
     names = ("float32", "int32", "float8e4nv", "constexpr", "expand_dims", "sum")
-    names += ("div_rn", "sqrt_rn", "fma", "minimum", "maximum", "inline_asm_elementwise")
+    names += ("div_rn", "sqrt_rn", "fma", "minimum", "maximum", "where", "inline_asm_elementwise")
     return MagicMock(**{name: getattr(gl, name) for name in names})
 
 

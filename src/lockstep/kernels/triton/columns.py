@@ -44,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.operation import operation
+from lockstep.kernels.triton.numbers import AMAX_FLOOR, approximate_reciprocal, corrected, floored_scale_of
 from lockstep.kernels.triton.quantize import empty_codes, quantize_rows
 from lockstep.kernels.triton.sizes import cdiv, processors
 from lockstep.numerics.formats import BLOCK, E4M3
@@ -56,21 +57,12 @@ AHEAD = True
 """Whether a program takes one tile after the other and copies the next one in while it works. No bit depends on it."""
 TOGETHER, REGISTERS = 2, 128
 """Programs on a processor then, and what a thread has of it."""
-FLOOR = gl.constexpr(1e-12)
 NAN_STAYS = gl.constexpr(tl.PropagateNan.ALL)
 
 
 @gluon.jit
 def _larger(a, b):
     return gl.maximum(a, b, propagate_nan=NAN_STAYS)
-
-
-@gluon.jit
-def approximate_reciprocal(x):
-    """1 / x, to an ulp."""
-    return gl.inline_asm_elementwise(
-        asm="rcp.approx.ftz.f32 $0, $1;", constraints="=f,f", args=[x], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -89,14 +81,6 @@ def widened(x):
 
 
 @gluon.jit
-def _corrected(x, divisor, r):
-    """x / divisor from x r and one step of correction; r is the divisor's reciprocal."""
-    q = x * r
-    error = gl.fma(q, divisor, x * -1.0)
-    return gl.fma(error, r * -1.0, q)
-
-
-@gluon.jit
 def _scale_of(x, AXIS: gl.constexpr, POW2: gl.constexpr):
     """`numbers.scale_of` of the groups of x along AXIS; a NaN stays one."""
     return _scale_from(gl.reduce(gl.abs(x), AXIS, _larger), POW2)
@@ -105,11 +89,7 @@ def _scale_of(x, AXIS: gl.constexpr, POW2: gl.constexpr):
 @gluon.jit
 def _scale_from(amax, POW2: gl.constexpr):
     """The same of largest values."""
-    scale = _corrected(gl.maximum(amax, FLOOR, propagate_nan=NAN_STAYS), 448.0, 1.0 / 448.0)
-    if POW2:
-        bits = (scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        scale = gl.where(scale == scale, bits.to(gl.float32, bitcast=True), scale)
-    return scale
+    return floored_scale_of(gl.maximum(amax, AMAX_FLOOR, propagate_nan=NAN_STAYS), POW2)
 
 
 @gluon.jit
@@ -123,12 +103,12 @@ def divided(x, scale, AXIS: gl.constexpr, POW2: gl.constexpr, SHORT: gl.constexp
         e = gl.fma(scale, r, gl.full_like(r, -1.0))
         rest = gl.fma(e, e, e * -1.0) * r
         return gl.fma(x, gl.expand_dims(r, AXIS), x * gl.expand_dims(rest, AXIS))
-    r = _corrected(gl.full_like(scale, 1.0), scale, r)
+    r = corrected(gl.full_like(scale, 1.0), scale, r)
     if POW2:  # of a power of two r is exact, and so is the product
         return x * gl.expand_dims(r, AXIS)
     bits = scale.to(gl.int32, bitcast=True)  # of a mantissa of ones alone the correction may stop one short
     r = gl.where((bits & 0x7FFFFF) == 0x7FFFFF, (0x7F000000 - bits).to(gl.float32, bitcast=True), r)
-    return _corrected(x, gl.expand_dims(scale, AXIS), gl.expand_dims(r, AXIS))
+    return corrected(x, gl.expand_dims(scale, AXIS), gl.expand_dims(r, AXIS))
 
 
 @gluon.jit

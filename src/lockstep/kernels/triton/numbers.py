@@ -52,12 +52,35 @@ def operands_arrived():
 
 
 @triton.jit
+def approximate_reciprocal(x):
+    """1 / x, to an ulp."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def corrected(x, divisor, r):
+    """x / divisor from x r and one step of correction; r is the divisor's reciprocal."""
+    q = x * r
+    error = tl.fma(q, divisor, x * -1.0)
+    return tl.fma(error, r * -1.0, q)
+
+
+@triton.jit
 def scale_of(amax, POW2: tl.constexpr):
-    """max(amax, floor) / 448, rounded up to a power of two on demand."""
-    scale = tl.div_rn(tl.maximum(amax, AMAX_FLOOR), tl.full(amax.shape, E4M3_MAX, tl.float32))
+    """Of groups with these largest values; a NaN among values is no largest one."""
+    return floored_scale_of(tl.maximum(amax, AMAX_FLOOR), POW2)
+
+
+@triton.jit
+def floored_scale_of(amax, POW2: tl.constexpr):
+    """amax / 448, rounded as a division rounds it (`tests/kernels/test_quotient.py` has every mantissa), then up to a power of
+    two on demand. Of an infinite maximum it is NaN, and so are the codes."""
+    scale = corrected(amax, E4M3_MAX, 1.0 / 448.0)
     if POW2:
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        scale = bits.to(tl.float32, bitcast=True)
+        scale = tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
     return scale
 
 
@@ -98,11 +121,10 @@ def saturated_codes(x, r, minus):
 def short_codes_of(x, scale, POW2: tl.constexpr):
     """`codes_of` BF16 values (in FP32) under scales that `scale_of` made of them, in two instructions each:
     x r + x (1 / scale - r), with r a little too small, which keeps a zero's sign. `columns.py` says how that was checked."""
-    r = _reciprocal(scale)
-    if POW2:  # then r is exact, and so is the product
-        q = x * (r + tl.zeros_like(x))
+    if POW2:  # then the reciprocal is exact, and so is the product
+        q = x * (_reciprocal(scale) + tl.zeros_like(x))
     else:
-        r = (r.to(tl.int32, bitcast=True) - 4).to(tl.float32, bitcast=True)
+        r = (approximate_reciprocal(scale).to(tl.int32, bitcast=True) - 4).to(tl.float32, bitcast=True)
         e = tl.fma(scale, r, tl.full(scale.shape, -1.0, tl.float32))
         rest = tl.fma(e, e, -e) * r
         q = tl.fma(x, r + tl.zeros_like(x), x * rest)

@@ -32,9 +32,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.triton.columns import divided
-from lockstep.kernels.triton.numbers import WIDEN
+from lockstep.kernels.triton.numbers import WIDEN, scale_of
 from lockstep.kernels.triton.ring import arrived
-from lockstep.kernels.triton.wide_attention import EMPTY, PAGE, scale_of
+from lockstep.kernels.triton.wide_attention import EMPTY, PAGE
 
 QUERIES = gl.constexpr(8)
 """Columns of the products: the narrowest instruction."""

@@ -36,6 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels import attention_form as form
 from lockstep.kernels.triton.columns import divided
+from lockstep.kernels.triton.numbers import scale_of
 from lockstep.kernels.triton.ring import arrived
 from lockstep.kernels.triton.sizes import processors
 
@@ -324,16 +325,6 @@ def _finish(
     if LSE:
         high = gl.convert_layout(m, row, assert_trivial=True)
         gl.store(lse_ptr + line * H + h, high + gl.log2(whole), mask=r < count)
-
-
-@gluon.jit
-def scale_of(amax, POW2: gl.constexpr):
-    """`numbers.scale_of` for a tensor with a layout."""
-    scale = gl.div_rn(gl.maximum(amax, 1e-12), gl.full_like(amax, 448.0))
-    if POW2:
-        bits = (scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-        scale = bits.to(gl.float32, bitcast=True)
-    return scale
 
 
 @gluon.jit(do_not_specialize=["total"])
