@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep import __version__
 from lockstep.cli.main import main
@@ -164,6 +165,24 @@ def test_a_broken_contract_is_exit_code_3(launch: Launch, capsys: pytest.Capture
 def test_an_interruption_is_exit_code_130(launch: Launch) -> None:
     launch.error = KeyboardInterrupt()
     assert run("train", str(SMALL)) == 130
+
+
+def test_a_full_gpu_is_one_line_and_exit_code_2(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
+    launch.error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 48.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 35.12 MiB is free. "
+        "Including non-PyTorch memory, this process has 139.76 GiB memory in use. Of the allocated memory 138.93 GiB is allocated"
+    )
+    assert run("train", str(SMALL)) == 2
+    assert capsys.readouterr().err == (
+        "error: capacity: a GPU ran out of memory (Tried to allocate 48.00 MiB. GPU 0 has a total capacity of 139.80 GiB of "
+        "which 35.12 MiB is free. Including non-PyTorch memory, this process has 139.76 GiB memory in use) -> "
+        "`lockstep plan CONFIG` says what a run takes and what would help most; --debug shows where it ended\n"
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        main(["train", str(SMALL), "--debug"])
+    launch.error = RuntimeError("something else")
+    with pytest.raises(RuntimeError):
+        main(["train", str(SMALL)])
 
 
 def test_our_own_bugs_keep_their_traceback(launch: Launch) -> None:

@@ -35,7 +35,7 @@ from lockstep.cli import (
     report,
     train,
 )
-from lockstep.errors import ContractError, UserError
+from lockstep.errors import CapacityError, ContractError, UserError
 
 app = typer.Typer(
     name="lockstep",
@@ -94,4 +94,23 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         sys.exit(e.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except RuntimeError as e:
+        full = _out_of_memory(e)
+        if full is None or debug:
+            raise
+        print(f"error: {full.kind}: {full.line()}", file=sys.stderr)
+        sys.exit(full.exit_code)
     sys.exit(0)
+
+
+def _out_of_memory(error: RuntimeError) -> CapacityError | None:
+    """What torch says when a GPU is full, as an error that the user can mend; None for any other. Torch isn't loaded for it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, torch.OutOfMemoryError):
+        return None
+    told = str(error).split(". ")[1:4]  # how much was asked for, how much the GPU has, how much is ours
+    return CapacityError(
+        "a GPU ran out of memory",
+        why=". ".join(told),
+        fix="`lockstep plan CONFIG` says what a run takes and what would help most; --debug shows where it ended",
+    )
