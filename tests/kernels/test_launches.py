@@ -31,8 +31,8 @@ def names(compiled: Launched) -> set[str]:
 
 def chooses(call: Call) -> bool:
     """Whether the launcher first compares and times kernels, which takes a GPU."""
-    few = call.name == "bf16_product" and call.args[0].shape[0] <= 256 and call.args[0].shape[1] % 8 == 0
-    return few or (call.name == "fp8_linear" and call.args[4] is not None)
+    plain = call.name == "bf16_product" and call.args[0].shape[1] % 8 == 0
+    return plain or (call.name == "fp8_linear" and call.args[4] is not None)
 
 
 def test_every_operation(compiled: Launched) -> None:
@@ -50,7 +50,7 @@ def test_every_operation(compiled: Launched) -> None:
 
 
 def test_every_form_of_the_narrow_products(compiled: Launched) -> None:
-    from lockstep.kernels.products import NARROW, NARROW_BF16
+    from lockstep.kernels.products import MANY_ROWS, NARROW, NARROW_BF16, WIDE_BF16
     from lockstep.kernels.triton.narrow_bf16 import narrow_bf16_matmul
     from lockstep.kernels.triton.narrow_gemm import fits, narrow_matmul
     from lockstep.kernels.triton.quantize import empty_codes
@@ -65,6 +65,9 @@ def test_every_form_of_the_narrow_products(compiled: Launched) -> None:
         for form in NARROW_BF16:
             if fits(rows, 1536, **form):
                 narrow_bf16_matmul(torch.zeros(rows, 512, dtype=torch.bfloat16), weight, **form)
+    for form in WIDE_BF16:
+        assert fits(MANY_ROWS, 1536, **form)
+        narrow_bf16_matmul(torch.zeros(MANY_ROWS, 512, dtype=torch.bfloat16), weight, **form)
     assert names(compiled) == {"_narrow", "_narrow_bf16"}
 
 

@@ -1,4 +1,4 @@
-"""The narrow BF16 product has the bits of the plain one, for every number of rows, ragged widths included."""
+"""The BF16 product by bulk copies has the bits of the plain one, for every number of rows, ragged widths included."""
 
 from types import SimpleNamespace
 
@@ -36,6 +36,23 @@ def test_rows_have_the_bits_of_the_plain_product(shape: tuple[int, int], hopper:
             assert torch.equal(found, expected[:rows]), (rows, form)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_many_rows(shape: tuple[int, int], hopper: SimpleNamespace) -> None:
+    """Of one band of tiles, and of several with a part of one."""
+    from lockstep.kernels.products import WIDE_BF16
+    from lockstep.kernels.triton.narrow_bf16 import narrow_bf16_matmul
+
+    outputs, inputs = shape
+    generator = torch.Generator("cuda").manual_seed(outputs)
+    x = torch.randn(4400, inputs, generator=generator, device="cuda").bfloat16()
+    w = torch.randn(outputs, inputs, generator=generator, device="cuda").bfloat16()
+    expected = hopper.gemm.bf16_matmul(x, w, dtype=torch.float32)
+    for rows in (257, 1000, 2048, 2049, 4400):
+        for form in WIDE_BF16:
+            found = narrow_bf16_matmul(x[:rows], w, dtype=torch.float32, **form)
+            assert torch.equal(found, expected[:rows]), (rows, form)
+
+
 def test_what_bulk_copies_cannot_read_is_left_to_the_plain_product(hopper: SimpleNamespace) -> None:
     from lockstep.kernels.products import PRODUCTS
     from lockstep.kernels.triton.narrow_bf16 import takes
@@ -49,8 +66,8 @@ def test_the_choice_keeps_the_bits(hopper: SimpleNamespace) -> None:
     from lockstep.kernels.products import Products
 
     products = Products()
-    x, w = (torch.randn(n, 4096, device="cuda").bfloat16() for n in (300, 4096))
+    x, w = (torch.randn(n, 4096, device="cuda").bfloat16() for n in (3000, 4096))
     for dtype in (torch.bfloat16, torch.float32):
         expected = hopper.gemm.bf16_matmul(x, w, dtype=dtype)
-        for rows in (1, 17, 64, 130, 256, 300):
+        for rows in (1, 17, 64, 130, 256, 300, 3000):
             assert torch.equal(products.plain(x[:rows], w, dtype), expected[:rows])

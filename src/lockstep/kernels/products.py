@@ -51,6 +51,10 @@ NARROW_BF16 = (
 )
 """Of the BF16 kernel. Without scales there are registers for larger tiles, which read less from the second-level cache: it bounds
 the output head."""
+WIDE_BF16 = ({"stages": 4, "tile": 128, "tokens": 256},)
+"""Of the BF16 kernel for more rows than are few."""
+MANY_ROWS = 1024
+"""Stand for all those: enough for every processor, and their logits take 0.6 GB."""
 HEAD_START_MS = 0.002
 """How much slower alone a narrow kernel may be than the library: it starts while the kernel before it ends, and lets the next one
 start."""
@@ -129,17 +133,16 @@ class Products:
         return self._narrow[key]
 
     def plain(self, x_TK: Tensor, w_NK: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """x w^T of BF16 rows and a BF16 weight, rounded once to `dtype`, [T, N]: the Triton kernel or, for few rows, a form of
-        the narrow one that is faster and has its bits."""
+        """x w^T of BF16 rows and a BF16 weight, rounded once to `dtype`, [T, N]: the Triton kernel or a form of the narrow one
+        that is faster and has its bits."""
         form = self._plain_choice(w_NK, len(x_TK), dtype) if narrow_bf16.takes(x_TK, w_NK) else None
         if form is None:
             return gemm.bf16_matmul(x_TK, w_NK, dtype=dtype)
         return narrow_bf16.narrow_bf16_matmul(x_TK, w_NK, dtype=dtype, **form)
 
     def _plain_choice(self, w_NK: Tensor, count: int, dtype: torch.dtype) -> Form | None:
-        size = _size_class(count)
-        if size is None:
-            return None
+        few = _size_class(count)
+        size, forms = (MANY_ROWS, WIDE_BF16) if few is None else (few, NARROW_BF16)
         key = (w_NK.shape, size, dtype)
         if key not in self._plain:
             x = _random(size, w_NK, seed=size)
@@ -148,7 +151,7 @@ class Products:
                 w_NK,
                 lambda w_NK: gemm.bf16_matmul(x, w_NK, dtype=dtype),
                 lambda n, form, w_NK: narrow_bf16.narrow_bf16_matmul(x[:n], w_NK, dtype=dtype, **form),
-                NARROW_BF16,
+                forms,
             )
         return self._plain[key]
 

@@ -1,4 +1,4 @@
-"""BF16 product for few rows: decode sizes of what stays in BF16.
+"""BF16 product by bulk copies, first of all for few rows: decode sizes of what stays in BF16.
 
     y_TN = x_TK w_NK^T, summed by the tensor cores in steps of 16 along K, ascending; rounded once
 
@@ -31,6 +31,17 @@ from lockstep.kernels.triton.sizes import cdiv
 
 STEP = 64
 """Elements along K of one copy: 128 bytes."""
+BAND = gl.constexpr(8)
+"""Tiles along tokens that share weights in the second-level cache."""
+
+
+@gluon.jit
+def _place(tile, tiles, tiles_m, BN: gl.constexpr, BM: gl.constexpr):
+    """(first output, first token) of a tile: bands of tokens, and within them outputs, one after the other."""
+    width = BAND * (tiles // tiles_m)
+    first = tile // width * BAND
+    high = gl.minimum(tiles_m - first, BAND)
+    return tile % width // high * BN, (first + tile % width % high) * BM
 
 
 @gluon.jit
@@ -48,7 +59,7 @@ def _copy(
     tiles, tiles_m, count = sizes
     size: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
     first = gl.program_id(0)
-    n0, m0 = first // tiles_m * BN, first % tiles_m * BM
+    n0, m0 = _place(first, tiles, tiles_m, BN, BM)
     for s in gl.static_range(STAGES):
         if s < count:
             mbarrier.expect(ready.index(s), size)
@@ -61,7 +72,7 @@ def _copy(
     filled = gl.minimum(STAGES, count)
     at = filled
     for tile in range(first, tiles, gl.num_programs(0)):
-        n0, m0 = tile // tiles_m * BN, tile % tiles_m * BM
+        n0, m0 = _place(tile, tiles, tiles_m, BN, BM)
         for k in range(gl.where(tile == first, filled, 0), count):
             stage = at % STAGES
             mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
@@ -96,7 +107,7 @@ def _multiply(
     )
     base = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n0, m0 = tile // tiles_m * BN, tile % tiles_m * BM
+        n0, m0 = _place(tile, tiles, tiles_m, BN, BM)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         for k in range(count):
             at = base + k
@@ -163,8 +174,7 @@ def narrow_bf16_matmul(
     left: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x w^T [M, N] in `dtype` for few rows; options are those of `narrow_gemm.Arrangement`. Both operands contiguous, their
-    starts and rows aligned to 16 bytes."""
+    """x w^T [M, N] in `dtype`; options are those of `narrow_gemm.Arrangement`. What `takes` says has to be so."""
     rows, depth = x_MK.shape
     columns = w_NK.shape[0]
     form = Arrangement.of(rows, columns, tile=tile, tokens=tokens, left=left)
@@ -189,9 +199,9 @@ def narrow_bf16_matmul(
 
 
 def takes(x_MK: Tensor, w_NK: Tensor) -> bool:
-    """Whether bulk copies can read these operands."""
+    """Whether bulk copies can read these operands, and results can be counted in 31 bits."""
     aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) == 1 for t in (x_MK, w_NK))
-    return aligned and x_MK.dtype == w_NK.dtype == torch.bfloat16
+    return aligned and x_MK.dtype == w_NK.dtype == torch.bfloat16 and len(x_MK) * len(w_NK) < 2**31
 
 
 def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:
