@@ -86,31 +86,26 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     debug = "--debug" in arguments
     try:
         app(args=[a for a in arguments if a != "--debug"], prog_name="lockstep")
-    except (UserError, ContractError) as e:
-        if debug:
+    except Exception as e:
+        told = e if isinstance(e, (UserError, ContractError)) else _out_of_memory(e)
+        if told is None or debug:
             raise
-        line = e.line() if isinstance(e, UserError) else " ".join(str(e).split())
-        print(f"error: {e.kind}: {line}", file=sys.stderr)
-        sys.exit(e.exit_code)
+        line = told.line() if isinstance(told, UserError) else " ".join(str(told).split())
+        print(f"error: {told.kind}: {line}", file=sys.stderr)
+        sys.exit(told.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except RuntimeError as e:
-        full = _out_of_memory(e)
-        if full is None or debug:
-            raise
-        print(f"error: {full.kind}: {full.line()}", file=sys.stderr)
-        sys.exit(full.exit_code)
     sys.exit(0)
 
 
-def _out_of_memory(error: RuntimeError) -> CapacityError | None:
+def _out_of_memory(error: Exception) -> CapacityError | None:
     """What torch says when a GPU is full, as an error that the user can mend; None for any other. Torch isn't loaded for it."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(error, torch.OutOfMemoryError):
         return None
-    told = str(error).split(". ")[1:4]  # how much was asked for, how much the GPU has, how much is ours
+    sizes = str(error).split(". ")[1:4]  # how much was asked for, how much the GPU has, how much is ours
     return CapacityError(
         "a GPU ran out of memory",
-        why=". ".join(told),
+        why=". ".join(sizes),
         fix="`lockstep plan CONFIG` says what a run takes and what would help most; --debug shows where it ended",
     )

@@ -119,7 +119,7 @@ class PagedCache:
     def clear(self) -> None:
         """Frees every page, whoever holds it, and forgets what was remembered: after work that was broken off."""
         if self.prefix is not None:
-            self.prefix = PrefixCache(self.page_size)
+            self.prefix.clear()
         self._references = [0] * self.num_pages
         self._free = list(range(self.num_pages))[::-1]
 

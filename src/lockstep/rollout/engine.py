@@ -140,7 +140,7 @@ class EmbeddedEngine:
                 self._run_steps(scheduler, seed, step, progress)
         except BaseException:  # an interrupt as well: whoever goes on finds an engine with nothing under way
             self.cache.clear()
-            self.runner = Runner(self.decoder, self.cache)
+            self.runner.watch.clear()
             raise
         self.preemptions += scheduler.preemptions
         self.recalled += scheduler.recalled

@@ -57,10 +57,15 @@ class PrefixCache:
         if key == self.key:
             return []
         pages = list(self._parked)
+        self.clear()
         self.key = key
+        return pages
+
+    def clear(self) -> None:
+        """Forgets everything, whatever it was computed under."""
+        self.key = None
         for table in (self._nodes, self._edge_of, self._parked):
             table.clear()
-        return pages
 
     def match(self, tokens: Sequences[int]) -> list[int]:
         """Pages of the longest remembered beginning of `tokens` that leaves at least one token to compute."""

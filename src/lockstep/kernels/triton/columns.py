@@ -44,7 +44,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.operation import operation
-from lockstep.kernels.triton.numbers import AMAX_FLOOR, approximate_reciprocal, corrected, floored_scale_of
+from lockstep.kernels.triton.numbers import (
+    AMAX_FLOOR,
+    approximate_reciprocal,
+    corrected,
+    floored_scale_of,
+    split_reciprocal,
+)
 from lockstep.kernels.triton.quantize import empty_codes, quantize_rows
 from lockstep.kernels.triton.sizes import cdiv, processors
 from lockstep.numerics.formats import BLOCK, E4M3
@@ -81,29 +87,18 @@ def widened(x):
 
 
 @gluon.jit
-def _scale_of(x, AXIS: gl.constexpr, POW2: gl.constexpr):
-    """`numbers.scale_of` of the groups of x along AXIS; a NaN stays one."""
-    return _scale_from(gl.reduce(gl.abs(x), AXIS, _larger), POW2)
-
-
-@gluon.jit
-def _scale_from(amax, POW2: gl.constexpr):
-    """The same of largest values."""
+def _scale_of(amax, POW2: gl.constexpr):
+    """`numbers.scale_of`, but a NaN stays one."""
     return floored_scale_of(gl.maximum(amax, AMAX_FLOOR, propagate_nan=NAN_STAYS), POW2)
 
 
 @gluon.jit
 def divided(x, scale, AXIS: gl.constexpr, POW2: gl.constexpr, SHORT: gl.constexpr):
     """x / scale as a division rounds it, in FP32; scale from `_scale_of`. SHORT: x are BF16 values."""
-    r = approximate_reciprocal(scale)
     if SHORT and not POW2:
-        r = (r.to(gl.int32, bitcast=True) - 4).to(
-            gl.float32, bitcast=True
-        )  # too small, so that the rest is positive
-        e = gl.fma(scale, r, gl.full_like(r, -1.0))
-        rest = gl.fma(e, e, e * -1.0) * r
+        r, rest = split_reciprocal(scale)
         return gl.fma(x, gl.expand_dims(r, AXIS), x * gl.expand_dims(rest, AXIS))
-    r = corrected(gl.full_like(scale, 1.0), scale, r)
+    r = corrected(gl.full_like(scale, 1.0), scale, approximate_reciprocal(scale))
     if POW2:  # of a power of two r is exact, and so is the product
         return x * gl.expand_dims(r, AXIS)
     bits = scale.to(gl.int32, bitcast=True)  # of a mantissa of ones alone the correction may stop one short
@@ -154,7 +149,7 @@ def tile_places():
 @gluon.jit
 def row_scales(x, POW2: gl.constexpr):
     """Of the 1x128 groups of a tile x [128, 128], BF16 or FP32."""
-    return _scale_of(widened(x), 1, POW2)
+    return _scale_of(gl.reduce(gl.abs(widened(x)), 1, _larger), POW2)
 
 
 @gluon.constexpr_function
@@ -176,7 +171,7 @@ def column_scales(x, shelf, POW2: gl.constexpr):
     reduction over all warps at once stores neighbouring columns a multiple of 128 bytes apart, in one bank of shared memory."""
     WARPS: gl.constexpr = gl.num_warps()
     of_warps = gl.reduce(gl.reshape(gl.abs(widened(x)), [WARPS, 128 // WARPS, 128]), 1, _larger)
-    shelf.store(_scale_from(gl.reduce(gl.convert_layout(of_warps, column_layout(WARPS)), 0, _larger), POW2))
+    shelf.store(_scale_of(gl.reduce(gl.convert_layout(of_warps, column_layout(WARPS)), 0, _larger), POW2))
 
 
 @gluon.jit
@@ -238,7 +233,7 @@ def _square_scales(x, scale, POW2_ROWS: gl.constexpr, POW2: gl.constexpr):
         peak = gl.reduce(gl.reduce(gl.abs(x), 1, _larger), 0, _larger)
     else:
         peak = gl.reduce(scale * 448.0, 0, _larger)
-    return _scale_from(gl.full_like(c, 0.0, dtype=gl.float32) + peak, POW2)
+    return _scale_of(gl.full_like(c, 0.0, dtype=gl.float32) + peak, POW2)
 
 
 @gluon.jit

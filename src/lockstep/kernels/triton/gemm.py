@@ -24,14 +24,19 @@ from lockstep.kernels.triton.sizes import cdiv
 
 
 @triton.jit
-def _tile(M, N, BM: tl.constexpr, BN: tl.constexpr, GM: tl.constexpr):
-    """(row tile, column tile) of this program: bands of GM row tiles, so that neighbours share weights in the L2."""
-    pid = tl.program_id(0)
-    m_tiles, n_tiles = tl.cdiv(M, BM), tl.cdiv(N, BN)
+def banded(tile, m_tiles, n_tiles, GM: tl.constexpr):
+    """(row tile, column tile) of a tile by its number: bands of GM row tiles, so that neighbours share weights in the L2. It only
+    reckons, so Gluon kernels call it too."""
     width = GM * n_tiles
-    first = (pid // width) * GM
+    first = (tile // width) * GM
     size = tl.minimum(m_tiles - first, GM)
-    return first + (pid % width) % size, (pid % width) // size
+    return first + (tile % width) % size, (tile % width) // size
+
+
+@triton.jit
+def _tile(M, N, BM: tl.constexpr, BN: tl.constexpr, GM: tl.constexpr):
+    """(row tile, column tile) of this program."""
+    return banded(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GM)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.kernels.triton.gemm import empty_product
+from lockstep.kernels.triton.gemm import banded, empty_product
 from lockstep.kernels.triton.narrow_gemm import Arrangement
 from lockstep.kernels.triton.ring import arrived
 from lockstep.kernels.triton.sizes import cdiv
@@ -32,16 +32,14 @@ from lockstep.kernels.triton.sizes import cdiv
 STEP = 64
 """Elements along K of one copy: 128 bytes."""
 BAND = gl.constexpr(8)
-"""Tiles along tokens that share weights in the second-level cache."""
+"""Tiles along tokens of a band; see `gemm.banded`."""
 
 
 @gluon.jit
 def _place(tile, tiles, tiles_m, BN: gl.constexpr, BM: gl.constexpr):
-    """(first output, first token) of a tile: bands of tokens, and within them outputs, one after the other."""
-    width = BAND * (tiles // tiles_m)
-    first = tile // width * BAND
-    high = gl.minimum(tiles_m - first, BAND)
-    return tile % width // high * BN, (first + tile % width % high) * BM
+    """(first output, first token) of a tile."""
+    m, n = banded(tile, tiles_m, tiles // tiles_m, BAND)
+    return n * BN, m * BM
 
 
 @gluon.jit

@@ -85,11 +85,6 @@ def floored_scale_of(amax, POW2: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal(scale):
-    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-
-
-@triton.jit
 def codes_of(x, scale):
     """e4m3(x / scale) of groups whose scales these are, with one element in place of a group: `div_rn`'s quotient wherever the
     code is not a zero.
@@ -98,7 +93,7 @@ def codes_of(x, scale):
     remainder, q + remainder * r is rounded as the quotient itself would be (Markstein 1990). What is below the smallest code
     may lose its sign on the way, so that is put back. Beyond 448 there is rounding at most, which the cast undoes.
     """
-    return corrected_codes(x, _reciprocal(scale) + tl.zeros_like(x), -scale + tl.zeros_like(x))
+    return corrected_codes(x, tl.div_rn(1.0, scale) + tl.zeros_like(x), -scale + tl.zeros_like(x))
 
 
 @triton.jit
@@ -118,15 +113,22 @@ def saturated_codes(x, r, minus):
 
 
 @triton.jit
+def split_reciprocal(scale):
+    """(r, 1 / scale - r), with r a little too small, so that the rest is positive: for BF16 values x and scales that `scale_of`
+    made of them, x r + x rest has the code of x / scale and keeps a zero's sign. `columns.py` says how that was checked. It only
+    reckons, so Gluon kernels call it too."""
+    r = (approximate_reciprocal(scale).to(tl.int32, bitcast=True) - 4).to(tl.float32, bitcast=True)
+    e = tl.fma(scale, r, -1.0)
+    return r, tl.fma(e, e, e * -1.0) * r
+
+
+@triton.jit
 def short_codes_of(x, scale, POW2: tl.constexpr):
-    """`codes_of` BF16 values (in FP32) under scales that `scale_of` made of them, in two instructions each:
-    x r + x (1 / scale - r), with r a little too small, which keeps a zero's sign. `columns.py` says how that was checked."""
+    """`codes_of` BF16 values (in FP32) under scales that `scale_of` made of them, in two instructions each."""
     if POW2:  # then the reciprocal is exact, and so is the product
-        q = x * (_reciprocal(scale) + tl.zeros_like(x))
+        q = x * (tl.div_rn(1.0, scale) + tl.zeros_like(x))
     else:
-        r = (approximate_reciprocal(scale).to(tl.int32, bitcast=True) - 4).to(tl.float32, bitcast=True)
-        e = tl.fma(scale, r, tl.full(scale.shape, -1.0, tl.float32))
-        rest = tl.fma(e, e, -e) * r
+        r, rest = split_reciprocal(scale)
         q = tl.fma(x, r + tl.zeros_like(x), x * rest)
     return q.to(tl.float8e4nv)
 

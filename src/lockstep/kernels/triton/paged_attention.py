@@ -164,7 +164,7 @@ def _paged(
         at = gl.expand_dims(part * D, 0) + gl.expand_dims(d, 1)
         gl.store(part_ptr + at, acc, mask=gl.expand_dims(inside, 0))
     else:
-        o = acc * gl.expand_dims(gl.div_rn(gl.full_like(total, 1.0), total) * gl.load(vs_ptr + g), 0)
+        o = acc * gl.expand_dims(gl.div_rn(1.0, total) * gl.load(vs_ptr + g), 0)
         at = gl.expand_dims((b * H + head) * D, 0) + gl.expand_dims(d, 1)
         if OUT8:
             y = o.to(bf16).to(gl.float32)

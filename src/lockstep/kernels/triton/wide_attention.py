@@ -306,7 +306,7 @@ def _finish(
     """Every row times its share, one over the denominator (and times the scale of values); stored as BF16 or as 1x128 codes."""
     row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     whole = gl.convert_layout(gl.max(den, 1), row, assert_trivial=True)
-    share = gl.div_rn(gl.full_like(whole, 1.0), whole)
+    share = gl.div_rn(1.0, whole)
     if SCALED:
         share = share * gl.load(vs_ptr + g)
     o = acc * gl.expand_dims(share, 1)
