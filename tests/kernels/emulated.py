@@ -174,7 +174,7 @@ def paged(_: str) -> None:
                 p = torch.einsum("hd,thd->ht", query.double(), k).mul(dim**-0.5).softmax(1)
                 expected = torch.einsum("ht,thd->hd", p, v)
                 error = (found.double() - expected).norm() / expected.norm()
-                assert float(error) < 0.01, float(error)
+                assert float(error) < 0.004, float(error)
         for kind in ("fp32", "pow2") if dim == BLOCK else ():  # a head is a group then
             codes, scale = quantize_rows.empty_codes(len(q), heads * dim, q.device)
             paged_attention.launch(
@@ -201,9 +201,9 @@ def assert_stored(keys: Tensor, values: Tensor, at: int, key: Tensor, value: Ten
         assert torch.equal(keys[at], key) and torch.equal(values[:, at], value)
         return
     dim = len(key)
-    lane, byte = at % 8 // 2, at % 2 * 2 + at % 16 // 8
+    lane, byte = at % 8 // 2, at % 16 // 8 * 2 + at % 2
     for d in range(dim):
-        place = (d % 8 // 2 * (dim // 16) + d // 16) * 4 + d % 2 * 2 + d % 16 // 8
+        place = (d % 8 // 2 * (dim // 16) + d // 16) * 4 + d % 16 // 8 * 2 + d % 2
         word = ((at // 16 * (dim // 8) + d // 8) * 4 + lane) * 8 + d % 8
         found = keys.view(torch.uint8)[at, place], values.view(torch.uint8).flatten()[word * 4 + byte]
         assert found == (key.view(torch.uint8)[d], value.view(torch.uint8)[d])
@@ -237,13 +237,13 @@ def widen(kind: str) -> None:
         torch.uint8
     )
     pairs = emulator.words_by_text(numbers.WIDEN, codes.view(torch.int32))
-    values = codes.view(E4M3).bfloat16().view(-1, 4)
+    values = codes.view(E4M3).half().view(-1, 4)
     for pair, found in enumerate(pairs):
         for half in (0, 1):
-            expected = values[:, 2 * half + pair]
-            made = (found >> 16 * half & 0xFFFF).to(torch.int16).view(torch.bfloat16)
+            expected = values[:, 2 * pair + half]
+            made = (found >> 16 * half & 0xFFFF).to(torch.int16).view(torch.float16)
             wrong = made.view(torch.int16) != expected.view(torch.int16)
-            assert not (wrong & ~expected.isnan()).any(), f"byte {2 * half + pair}"
+            assert not (wrong & ~expected.isnan()).any(), f"byte {2 * pair + half}"
 
 
 def faults(_: str) -> None:

@@ -192,34 +192,22 @@ def bulk_copy(descriptor: Descriptor, at: list[Any], barrier: Any, to: Shared, p
 
 
 def words_by_text(asm: str, word: Tensor) -> list[Tensor]:
-    """$0 and $1 of instructions on 32-bit words, as they are written, $2 being `word`."""
+    """$0 and $1 of a conversion of words, as it is written, $2 being `word`."""
     held: dict[str, Tensor] = {"$2": word.long() & 0xFFFFFFFF}
     for text in asm.strip("{} \n").split(";"):
         name, _, rest = text.strip().partition(" ")
         if not name or name == ".reg":
             continue
-        to, *operands = [o.strip() for o in rest.split(",")]
-        a, *b = [held[o] if o in held else torch.tensor(int(o, 0)) for o in operands]
-        if name == "mul.rn.bf16x2":
-            halves = [[x >> s & 0xFFFF for s in (0, 16)] for x in torch.broadcast_tensors(a, b[0])]
-            product = [
-                _bf16_of(x).float().mul(_bf16_of(y).float()).bfloat16().view(torch.int16).long() & 0xFFFF
-                for x, y in zip(*halves, strict=True)
-            ]
-            held[to] = product[0] | product[1] << 16
+        *to, source = [operand.strip("{} ") for operand in rest.split(",")]
+        given = held[source]
+        if name == "mov.b32":
+            low, high = to
+            held[low], held[high] = given & 0xFFFF, given >> 16
         else:
-            held[to] = {
-                "mov.b32": lambda a: a,
-                "shl.b32": lambda a, n: a << n & 0xFFFFFFFF,
-                "shr.u32": lambda a, n: a >> n,
-                "and.b32": lambda a, b: a & b,
-                "or.b32": lambda a, b: a | b,
-            }[name](a, *b)
+            assert name == "cvt.rn.f16x2.e4m3x2"
+            made = [(given >> s & 0xFF).to(torch.uint8).view(E4M3).half().view(torch.int16) for s in (0, 8)]
+            held[to[0]] = (made[0].long() & 0xFFFF) | (made[1].long() & 0xFFFF) << 16
     return [torch.where(held[o] >= 1 << 31, held[o] - (1 << 32), held[o]).int() for o in ("$0", "$1")]
-
-
-def _bf16_of(bits: Tensor) -> Tensor:
-    return bits.to(torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
 def by_text(asm: str, constraints: str, args: list[Any], **_: object) -> Any:
@@ -228,7 +216,9 @@ def by_text(asm: str, constraints: str, args: list[Any], **_: object) -> Any:
         codes = [a.to(E4M3).as_subclass(Tensor).view(torch.uint8).int() for a in args]
         return value(codes[0] | codes[1] << 8 | codes[2] << 16 | codes[3] << 24)
     x = args[0].as_subclass(Tensor)
-    if "mul.rn.bf16x2" in asm:
+    if "cvt.rn.satfinite.f16x2" in asm:
+        return value(x.clamp(-65504.0, 65504.0).half())
+    if "cvt.rn.f16x2.e4m3x2" in asm:
         return [value(found) for found in words_by_text(asm, x)]
     if "0fBFB8AA3B" in asm:  # `sigmoid`: the factor is -1 / log(2), in FP32
         return value(1.0 / (1.0 + torch.exp2(x * -1.4426950216293335)))
@@ -319,7 +309,7 @@ def _shared(dtype: torch.dtype, shape: list[int], _layout: object) -> Shared | B
 def language() -> ModuleType:
     """`triton.experimental.gluon.language`."""
     gl = ModuleType("language")
-    kinds = ("bfloat16", "float32", "int16", "int32", "int64")
+    kinds = ("bfloat16", "float16", "float32", "int16", "int32", "int64")
     layouts = (
         "BlockedLayout",
         "SliceLayout",

@@ -95,6 +95,30 @@ def test_it_begins_while_keys_are_written(heads: tuple[int, int, int], hopper: S
     assert int(differ) == 0
 
 
+def test_queries_beyond_fp16(hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries become FP16 alike in every kernel: small ones are rounded to its grid, large ones saturate."""
+    attention, shape = hopper.attention, AttentionShape("paged", 32, 8, 128)
+    paged = make_paged([1, 64, 65, 700, 2048], shape, fp8=True, device=CUDA)
+    q = random_queries(5, shape, CUDA)
+    q[:, ::4] *= 2.0**-17
+    q[:, 1::4, :2] = torch.tensor([1e5, -3e38], device=CUDA)
+    q[:, 2::4, 5] = 2.0**-40
+    as_halves = q.float().clamp(-65504, 65504).half().bfloat16()
+    assert not torch.equal(as_halves, q) and (as_halves.abs() < 1e5).all()
+    tiles = paged.prefill_index([1] * 5, 64)
+    found = []
+    for rows in (q, as_halves):
+        for wide in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(attention, "PAGED", wide)
+                patch.setattr(attention, "WIDE", wide)
+                found.append(decoded(attention, rows, paged, None)[0])
+                out = attention.prefill(rows, *paged.pages, tiles, paged.scales)[0]
+                found.append(out.view(torch.uint8))
+    assert all(torch.equal(one, found[0]) for one in found[1:])
+    assert found[0].view(torch.bfloat16).isfinite().all()
+
+
 def test_what_it_takes(hopper: SimpleNamespace) -> None:
     takes = hopper.attention.paged_attention.takes
     pages = torch.empty(1, 2, 64, 128, dtype=torch.uint8, device=CUDA)

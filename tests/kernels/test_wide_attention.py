@@ -35,10 +35,10 @@ PLANS = (
 
 
 def inputs(shape: AttentionShape, fp8: bool = False) -> tuple[Paged, list[int], Tensor]:
-    """Keys of sequences around every boundary; the last queries of each. Codes are widened to BF16 pages."""
+    """Keys of sequences around every boundary; the last queries of each. Codes are widened to FP16 pages."""
     paged = make_paged(LENGTHS, shape, fp8=fp8, device=CUDA)
     if fp8:
-        paged = replace(paged, pages=in_pages(*(x.float().bfloat16() for x in paged.rows)))
+        paged = replace(paged, pages=in_pages(*(x.float().half() for x in paged.rows)))
     most = max(200, VALUES // (len(LENGTHS) * shape.heads * shape.head_dim))
     queries = [min(n, most) for n in LENGTHS]
     return paged, queries, random_queries(sum(queries), shape, CUDA)
@@ -122,7 +122,7 @@ def test_many_short_tiles(
 def test_pages_of_codes(
     shape: AttentionShape, hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel reads a copy in BF16; where there are too many for one, the plain kernel reads the codes."""
+    """The kernel reads a copy in FP16; where there are too many for one, the plain kernel reads the codes."""
     paged = make_paged(LENGTHS, shape, fp8=True, device=CUDA)
     queries = [min(n, 200) for n in LENGTHS]
     q = random_queries(sum(queries), shape, CUDA)

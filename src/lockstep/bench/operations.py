@@ -20,7 +20,7 @@ from lockstep.numerics.formats import BLOCK, E4M3
 
 Form = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
 """Shape, type and stride."""
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 T, H, G, D, V, P = 103, 4, 2, 128, 5001, 3
 RUNS = (Run(0, 70, 0, torch.arange(70)), Run(70, 33, 0, torch.arange(70, 103)))
 WIDTH = (H + 2 * G) * D
@@ -252,7 +252,8 @@ def _attention(make: Maker, found: Tables) -> list[Call]:
                 made.append(Call("decode_attention", (q[:2], *pages, lengths, pages_BP, *given), out, sizes))
         if dtype == E4M3:
             n = len(found.pages)
-            made.append(Call("widen_pages", (*pages, table), [dense(n, G, 64, D), dense(n, G, D, 64)]))
+            wide = [dense(n, G, 64, D, dtype=FP16), dense(n, G, D, 64, dtype=FP16)]
+            made.append(Call("widen_pages", (*pages, table), wide))
     walked = (make.listed(found.key_tiles, torch.int32), make.listed(found.query_tiles, torch.int32))
     order, begin = make.listed(found.order, torch.int64), make.listed(found.begin, torch.int64)
     for shared, scales in ((False, (None, None)), (True, (make.positive(G), make.positive(G)))):

@@ -16,7 +16,7 @@ PAGE = 64
 CHUNK = 2048
 """Keys of one chunk on a GPU: a part of the definition too, since it fixes where states are joined."""
 WIDENED = 1024
-"""Pages of e4m3 codes that a prefill on a GPU makes BF16 pages of, at most: 256 MiB for 8 heads of 128."""
+"""Pages of e4m3 codes that a prefill on a GPU makes FP16 pages of, at most: 256 MiB for 8 heads of 128."""
 
 
 @dataclass(frozen=True)

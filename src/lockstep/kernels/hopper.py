@@ -230,14 +230,14 @@ def packed_pages(
     k_SGD: Tensor, v_SGD: Tensor, tables: Tables, scales: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of packed rows in BF16 pages. Under `scales`, and for rows that are codes already, pages hold the codes'
-    values, exact in BF16: widened once here instead of in every tile of queries."""
+    values, exact in FP16: widened once here instead of in every tile of queries."""
     _, heads, dim = k_SGD.shape
     if k_SGD.dtype == E4M3:
-        k_SGD, v_SGD = (x.float().bfloat16() for x in (k_SGD, v_SGD))
-    shape = (tables.pages, heads)
-    k_pages = k_SGD.new_empty(*shape, PAGE, dim)
+        k_SGD, v_SGD = (x.float().half() for x in (k_SGD, v_SGD))
+    shape, kind = (tables.pages, heads), k_SGD.dtype if scales is None else torch.float16
+    k_pages = k_SGD.new_empty(*shape, PAGE, dim, dtype=kind)
     # A key that isn't there has p = 0, and 0 * value must be 0.
-    v_pages = v_SGD.new_zeros(*shape, dim, PAGE)
+    v_pages = v_SGD.new_zeros(*shape, dim, PAGE, dtype=kind)
     rope.write_pages(
         k_SGD.contiguous(), v_SGD.contiguous(), tables.rows_W, tables.slots_W, k_pages, v_pages, scales
     )

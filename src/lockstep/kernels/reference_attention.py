@@ -4,14 +4,14 @@ For a query row, with keys in ascending steps of 64 and base-2 softmax state in 
 algorithm 1, with the rounding spelled out):
 
     s   = (q . k) * (softmax_scale * log2 e * k_scale)         FP32
-    m'  = max(m, max s);  a = 2^(m - m');  p = bf16(2^(s - m'))
+    m'  = max(m, max s);  a = 2^(m - m');  p = r(2^(s - m'))
     l   = l a + sum p;    acc = acc a + p v
     o   = bf16(acc / l * v_scale)
 
-`p` is rounded to BF16 before the value product *and* before its sum. FP8 keys and values are widened exactly; their scales
-never touch the codes. A key step in which a row has no key leaves its state bit for bit: a = 1, p = 0. So a row may share
-a tile with longer ones. 2^t is computed as exp(t ln 2): torch's own exp2 rounds differently at the end of a vector than
-inside it, its exp doesn't.
+`r` rounds to BF16, over FP8 keys and values to FP16: before the value product *and* before its sum. Those are widened
+exactly; their scales never touch the codes. A key step in which a row has no key leaves its state bit for bit: a = 1, p = 0.
+So a row may share a tile with longer ones. 2^t is computed as exp(t ln 2): torch's own exp2 rounds differently at the end of
+a vector than inside it, its exp doesn't.
 
 FP8 attention (`AttentionForm.query_scale`) changes two lines and nothing else. A query row gets e4m3 codes under a scale of
 its own for each head, which joins the factor of s; and p = e4m3(448 * 2^(s - m')), so that the largest probability is the
@@ -103,6 +103,7 @@ def _tile_forward(
     acc = torch.zeros(batch, heads, rows, dim, device=q_BGMD.device)
     m = torch.full((batch, heads, rows), _EMPTY, device=q_BGMD.device)
     total = torch.zeros_like(m)
+    rounding = torch.float16 if k_SGD.dtype == E4M3 else torch.bfloat16
     for step, count in enumerate(tile.active):
         k = _gather_keys(k_SGD, tile, step, count, q_BGMD.dtype)
         v = _gather_keys(v_SGD, tile, step, count, q_BGMD.dtype)
@@ -110,7 +111,7 @@ def _tile_forward(
         m_new = torch.maximum(m[:count], s.amax(-1))
         p = s.sub_(m_new[..., None]).mul_(LN2).exp_()
         # NaN survives torch's own widening, which `widen` trades for speed.
-        p = to_codes(p.mul_(E4M3_MAX)).float() if fp8 else p.bfloat16().float()
+        p = to_codes(p.mul_(E4M3_MAX)).float() if fp8 else p.to(rounding).float()
         a = ((m[:count] - m_new) * LN2).exp_()
         total[:count] = total[:count] * a + tree_sum(p)
         product = row_bmm(p.to(q_BGMD.dtype).flatten(0, 1), v.flatten(0, 1)).view(count, heads, rows, dim)

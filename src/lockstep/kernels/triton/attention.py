@@ -3,7 +3,8 @@
 
 Keys come in steps of 64 (a page), ascending, within chunks of CHUNK keys whose states join in ascending order; a row gets the
 same bits from every launch. For head sizes 64 and 128, `wide_attention.py` takes the place of the plain prefill kernel, and
-`paged_attention.py` that of the plain decode kernel over e4m3 pages. The former reads BF16 pages; of e4m3 ones it gets a copy.
+`paged_attention.py` that of the plain decode kernel over e4m3 pages. The former reads pages of 16-bit values; of e4m3 ones it
+gets a copy.
 
 Next: `attention_loop.py` for the definition.
 """
@@ -48,8 +49,8 @@ def prefill(
     codes: ScaleKind | None = None,
 ) -> tuple[Tensor | Codes, Tensor]:
     """(o [T, H, D], base-2 log-sum-exp [T, H] FP32 if asked for) of packed queries over their pages. With `codes`, o is 1x128
-    codes [T, H D] and their scales [T, H]; D must be 128. Pages hold codes, or BF16; with `scales` BF16 pages hold the values
-    of codes, which are exact in BF16."""
+    codes [T, H D] and their scales [T, H]; D must be 128. Pages hold codes, their values in FP16, or BF16; `scales` belong to
+    codes and their values."""
     k_scale, v_scale = scales if scales is not None else (None, None)
     found = _prefill_rows(
         q_THD,

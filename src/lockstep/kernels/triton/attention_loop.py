@@ -4,7 +4,7 @@ For a row, keys come in steps of 64 (a page), ascending, within chunks of CHUNK 
 runs over the steps; its state starts empty. Then the chunk's state joins the row's, ascending:
 
     s = q k^T                                  warpgroup instruction, FP32
-    m' = max(m, max(s) f);  p = bf16(2^fma(s, f, -m'))        f = log2(e) / sqrt(D) * key scale
+    m' = max(m, max(s) f);  p = r(2^fma(s, f, -m'))           f = log2(e) / sqrt(D) * key scale
     l  = l 2^(m - m') + p 1;   acc = acc 2^(m - m') + p v     both as products, so that no sum depends on a layout
     join:  M' = max(M, m);  L = fma(L, 2^(M - M'), l 2^(m - M'));  A likewise
     o  = bf16(A / L * value scale)
@@ -13,6 +13,9 @@ runs over the steps; its state starts empty. Then the chunk's state joins the ro
 is the right operand, 16 columns wide, and the keys (or values) are the left one, so that the 64 rows of the warpgroup
 instruction are all used. A decode program takes one chunk; when there are several, `join_kernel` adds them up in order. A row
 that sees no key of a step or chunk keeps its state bit for bit.
+
+Operands are BF16, and r rounds to it. Over codes they are FP16 (`numbers.half`, `numbers.WIDEN`): codes are exact in both, and
+have an instruction that makes FP16 of them.
 
 Next: `wide_attention.py`, the same loop for long packs.
 """
@@ -24,6 +27,7 @@ import triton.language as tl
 
 from lockstep.kernels.triton.numbers import (
     after_previous,
+    half,
     load_widened,
     operands_arrived,
     scale_of,
@@ -32,12 +36,12 @@ from lockstep.kernels.triton.numbers import (
 
 
 @triton.jit
-def _soft(s, m, factor, AXIS: tl.constexpr):
-    """(p in BF16, new maximum, decay of the old state) of one key step; s is masked with -inf."""
+def _soft(s, m, factor, KIND: tl.constexpr, AXIS: tl.constexpr):
+    """(p in KIND, new maximum, decay of the old state) of one key step; s is masked with -inf."""
     new = tl.maximum(m, tl.max(s, AXIS) * factor)
     wide = tl.expand_dims(new, AXIS) + tl.zeros_like(s)
     p = tl.exp2(tl.fma(s, factor + tl.zeros_like(s), -wide))
-    return p.to(tl.bfloat16), new, tl.exp2(m - new)
+    return p.to(KIND), new, tl.exp2(m - new)
 
 
 @triton.jit
@@ -50,7 +54,7 @@ def _load_tile(
     KV8: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """[RP, LP] BF16 of a page's tile of R rows and L columns."""
+    """[RP, LP] of a page's tile of R rows and L columns."""
     if KV8:
         x = load_widened(pointer.to(tl.pointer_type(tl.int32)), R, RP, L, LP, VALUES)
     else:
@@ -120,13 +124,16 @@ def prefill_kernel(
     rows = position + r
     q_at = (first + r)[:, None] * (H * D) + h * D + d[None, :]
     q_ok = (r < count)[:, None] & (d < D)[None, :]
+    kind: tl.constexpr = tl.float16 if KV8 else k_ptr.dtype.element_ty
     q = tl.load(q_ptr + q_at, mask=q_ok, other=0.0)
+    if kind == tl.float16:
+        q = half(q)
     factor = base
     if SCALED:
         factor = base * tl.load(ks_ptr + g)
     end = position + count
     pages = tl.cdiv(end, 64)
-    ones = tl.full((64, 16), 1.0, tl.bfloat16)
+    ones = tl.full((64, 16), 1.0, kind)
     big_m = tl.full((BM,), -1e30, tl.float32)
     big_l = tl.zeros((BM, 16), tl.float32)
     big_a = tl.zeros((BM, DP), tl.float32)
@@ -142,7 +149,7 @@ def prefill_kernel(
                 operands_arrived()
             s = tl.dot(q, tl.trans(k))
             s = tl.where((step * 64 + c)[None, :] <= rows[:, None], s, -float("inf"))
-            p, m, decay = _soft(s, m, factor, 1)
+            p, m, decay = _soft(s, m, factor, kind, 1)
             den = tl.dot(p, ones, den * decay[:, None])
             acc = tl.dot(p, tl.trans(v), acc * decay[:, None])
         if CHUNKS:
@@ -203,12 +210,15 @@ def decode_kernel(
     i, d, c = tl.arange(0, QP), tl.arange(0, DP), tl.arange(0, 64)
     q_at = (b * H + g * Q + i)[None, :] * D + d[:, None]
     q_ok = (i < Q)[None, :] & (d < D)[:, None]
+    kind: tl.constexpr = tl.float16 if KV8 else k_ptr.dtype.element_ty
     q = tl.load(q_ptr + q_at, mask=q_ok, other=0.0)
+    if kind == tl.float16:
+        q = half(q)
     factor = base
     if KV8:
         factor = base * tl.load(ks_ptr + g)
     table_ptr += b * table_stride
-    ones = tl.full((64, 64), 1.0, tl.bfloat16)
+    ones = tl.full((64, 64), 1.0, kind)
     m = tl.full((QP,), -1e30, tl.float32)
     den = tl.zeros((64, QP), tl.float32)
     acc = tl.zeros((DP, QP), tl.float32)
@@ -220,7 +230,7 @@ def decode_kernel(
             operands_arrived()
         s = tl.dot(k, q)
         s = tl.where((step * 64 + c)[:, None] < n, s, -float("inf"))
-        p, m, decay = _soft(s, m, factor, 0)
+        p, m, decay = _soft(s, m, factor, kind, 0)
         den = tl.dot(ones, p, den * decay[None, :])
         acc = tl.dot(v, p, acc * decay[None, :])
     total = tl.max(den, 0)

@@ -187,12 +187,11 @@ def place_of(i, GROUPS: tl.constexpr):
 
     The left operand of a warpgroup product wants, in each of four lanes, elements 2c, 2c + 1, 2c + 8, 2c + 9 of every 16. A
     page stores just these four as one word, and the words of a lane side by side, so that a lane reads its share of a row with
-    a few 16-byte loads instead of one byte pair at a time. Within the word a pair takes every other byte: that is how `WIDEN`
-    gets at it with a shift.
+    a few 16-byte loads instead of one byte pair at a time.
     """
     within = i % 16
     lane, pair = (within % 8) // 2, within // 8
-    return (lane * GROUPS + i // 16) * 4 + within % 2 * 2 + pair
+    return (lane * GROUPS + i // 16) * 4 + pair * 2 + within % 2
 
 
 @triton.jit
@@ -205,26 +204,33 @@ def value_place(d, i, D: tl.constexpr):
     """
     within = i % 16
     lane, pair = (within % 8) // 2, within // 8
-    return (((i // 16 * (D // 8) + d // 8) * 4 + lane) * 8 + d % 8) * 4 + within % 2 * 2 + pair
+    return (((i // 16 * (D // 8) + d // 8) * 4 + lane) * 8 + d % 8) * 4 + pair * 2 + within % 2
 
 
-_WIDEN_PAIR = """
-    {magnitudes};
-    and.b32 t, t, 0x07F007F0;
-    {signs};
-    and.b32 s, s, 0x80008000;
-    or.b32 t, t, s;
-    mul.rn.bf16x2 {pair}, t, f;
-"""
 WIDEN = tl.constexpr(
-    "{ .reg .b32 t, s, f; mov.b32 f, 0x7B807B80;"
-    + _WIDEN_PAIR.format(magnitudes="shl.b32 t, $2, 4", signs="shl.b32 s, $2, 8", pair="$0")
-    + _WIDEN_PAIR.format(magnitudes="shr.u32 t, $2, 4", signs="mov.b32 s, $2", pair="$1")
-    + "}"
+    """{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }"""
 )
-"""BF16 pairs of a word of four e4m3 codes, of bytes 0 and 2, then of bytes 1 and 3, exact: the seven magnitude bits move into a
-BF16's place, then times 2^120, the difference of the exponents' biases. Attention over codes is bound by these instructions,
-above all by shifts and masks, which have half the rate of others."""
+"""FP16 pairs of a word of four e4m3 codes, exact, one instruction each. To BF16 there is no such instruction: shifts and masks
+for it, at half the rate of others, were what attention over codes waited for."""
+
+
+@triton.jit
+def half(q):
+    """BF16 queries as products with codes take them: FP16, which holds BF16 values from 2^-15 on exactly, rounds smaller ones to
+    multiples of 2^-24, and saturates at 65,504; NaN stays NaN. Gluon kernels call it too."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;",
+        "=r,f,f",
+        [q.to(tl.float32)],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
@@ -238,7 +244,7 @@ def _widen_words(words):
 def load_widened(
     pointer, R: tl.constexpr, RP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, VALUES: tl.constexpr
 ):
-    """[RP, LP] BF16 of a page's tile of one head, zeros beyond: R keys of L codes stored as `place_of` says, or with VALUES R
+    """[RP, LP] FP16 of a page's tile of one head, zeros beyond: R keys of L codes stored as `place_of` says, or with VALUES R
     dimensions of L tokens as `value_place` does. `pointer`: int32, the tile's words.
 
     Permuting and joining keys cost nothing: the compiler finds that each thread already holds its elements.
@@ -255,4 +261,4 @@ def load_widened(
     a, b = (first & 0xFFFF).to(tl.int16), (first >> 16).to(tl.int16)
     c, d = (second & 0xFFFF).to(tl.int16), (second >> 16).to(tl.int16)
     x = tl.permute(tl.join(tl.join(a, b), tl.join(c, d)), (0, 2, 4, 1, 3))
-    return tl.reshape(x, (RP, LP)).to(tl.bfloat16, bitcast=True)
+    return tl.reshape(x, (RP, LP)).to(tl.float16, bitcast=True)

@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.triton.columns import divided
-from lockstep.kernels.triton.numbers import WIDEN, scale_of
+from lockstep.kernels.triton.numbers import WIDEN, half, scale_of
 from lockstep.kernels.triton.ring import arrived
 from lockstep.kernels.triton.wide_attention import EMPTY, PAGE
 
@@ -44,7 +44,7 @@ STAGES = 2
 
 @gluon.jit
 def _widened(words, R: gl.constexpr, L: gl.constexpr, out: gl.constexpr):
-    """[R, L] BF16 as a left operand, of words [R, L / 4] laid out as `place_of` says. Each thread holds its elements already."""
+    """[R, L] FP16 as a left operand, of words [R, L / 4] laid out as `place_of` says. Each thread holds its elements already."""
     words = gl.reshape(words, [R, 4, L // 16])
     first, second = gl.inline_asm_elementwise(
         WIDEN, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
@@ -52,7 +52,7 @@ def _widened(words, R: gl.constexpr, L: gl.constexpr, out: gl.constexpr):
     a, b = (first & 0xFFFF).to(gl.int16), (first >> 16).to(gl.int16)
     c, d = (second & 0xFFFF).to(gl.int16), (second >> 16).to(gl.int16)
     x = gl.permute(gl.join(gl.join(a, b), gl.join(c, d)), (0, 2, 4, 1, 3))
-    x = gl.reshape(x, [R, L]).to(gl.bfloat16, bitcast=True)
+    x = gl.reshape(x, [R, L]).to(gl.float16, bitcast=True)
     return gl.convert_layout(x, gl.DotOperandLayout(0, out, 2), assert_trivial=True)
 
 
@@ -81,7 +81,7 @@ def _paged(
     SPLIT: gl.constexpr, OUT8: gl.constexpr, POW2: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
     K_WORDS: gl.constexpr, V_WORDS: gl.constexpr,
 ):  # fmt: skip
-    bf16: gl.constexpr = gl.bfloat16
+    fp16: gl.constexpr = gl.float16
     out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     column: gl.constexpr = gl.SliceLayout(0, out)
     row: gl.constexpr = gl.SliceLayout(1, out)
@@ -89,8 +89,8 @@ def _paged(
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     k_ring = gl.allocate_shared_memory(gl.int32, [STAGES, PAGE, D // 4], k_desc.layout)
     v_ring = gl.allocate_shared_memory(gl.int32, [STAGES, D // 2, PAGE // 2], v_desc.layout)
-    q_smem = gl.allocate_shared_memory(bf16, [QUERIES, D], flat)
-    p_smem = gl.allocate_shared_memory(bf16, [QUERIES, PAGE], flat)
+    q_smem = gl.allocate_shared_memory(fp16, [QUERIES, D], flat)
+    p_smem = gl.allocate_shared_memory(fp16, [QUERIES, PAGE], flat)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(STAGES):
         mbarrier.init(ready.index(place), count=1)
@@ -122,11 +122,11 @@ def _paged(
     spread: gl.constexpr = gl.BlockedLayout([1, D // 16], [2, 16], [4, 1], [1, 0])
     i, d = gl.arange(0, QUERIES, gl.SliceLayout(1, spread)), gl.arange(0, D, gl.SliceLayout(0, spread))
     q_at = gl.expand_dims((b * H + g * Q + i) * D, 1) + gl.expand_dims(d, 0)
-    q_smem.store(gl.load(q_ptr + q_at, mask=gl.expand_dims(i < Q, 1), other=0.0))
+    q_smem.store(half(gl.load(q_ptr + q_at, mask=gl.expand_dims(i < Q, 1), other=0.0)))
     fence_async_shared()
     factor = base * gl.load(ks_ptr + g)
     zero = gl.zeros([PAGE, QUERIES], gl.float32, out)
-    ones = gl.full([PAGE, PAGE], 1.0, bf16, gl.DotOperandLayout(0, out, 2))
+    ones = gl.full([PAGE, PAGE], 1.0, fp16, gl.DotOperandLayout(0, out, 2))
     m = gl.full([QUERIES], EMPTY, gl.float32, column)
     den = gl.zeros([PAGE, QUERIES], gl.float32, out)
     acc = gl.zeros([D, QUERIES], gl.float32, out)
@@ -146,7 +146,7 @@ def _paged(
         p = gl.exp2(gl.fma(s, factor + gl.zeros_like(s), -wide))
         decay = gl.expand_dims(gl.exp2(m - new), 0)
         m = new
-        p_smem.permute((1, 0)).store(p.to(bf16))
+        p_smem.permute((1, 0)).store(p.to(fp16))
         fence_async_shared()
         v = _widened(_by_dimension(values, D), D, PAGE, out)
         _fill(k_desc, v_desc, rings, ready, slot, page, g, G, D, later < stop)
@@ -167,13 +167,13 @@ def _paged(
         o = acc * gl.expand_dims(gl.div_rn(1.0, total) * gl.load(vs_ptr + g), 0)
         at = gl.expand_dims((b * H + head) * D, 0) + gl.expand_dims(d, 1)
         if OUT8:
-            y = o.to(bf16).to(gl.float32)
+            y = o.to(gl.bfloat16).to(gl.float32)
             scale = scale_of(gl.max(gl.abs(y), 0), POW2)
             codes = divided(y, scale, 0, POW2, True).to(gl.float8e4nv)
             gl.store(o_ptr + at, codes, mask=gl.expand_dims(inside, 0))
             gl.store(scale_ptr + head.to(gl.int64) * scale_stride + b, scale, mask=inside)
         else:
-            gl.store(o_ptr + at, o.to(bf16), mask=gl.expand_dims(inside, 0))
+            gl.store(o_ptr + at, o.to(gl.bfloat16), mask=gl.expand_dims(inside, 0))
 
 
 def takes(q_BHD: Tensor, k_pages: Tensor) -> bool:

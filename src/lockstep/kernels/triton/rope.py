@@ -410,7 +410,10 @@ def _write(
         k = fixed_codes(k.to(tl.float32), tl.load(ks_ptr + g))
         v = fixed_codes(v.to(tl.float32), tl.load(vs_ptr + g))
         if WIDE:
-            k, v = k.to(tl.float32).to(tl.bfloat16), v.to(tl.float32).to(tl.bfloat16)
+            k, v = (
+                k.to(tl.float32).to(kp_ptr.dtype.element_ty),
+                v.to(tl.float32).to(vp_ptr.dtype.element_ty),
+            )
     tl.store(k_to, k, mask=ok)
     tl.store(v_to, v, mask=ok)
 
@@ -426,7 +429,7 @@ def write_pages(
 ) -> None:
     """Writes row `rows_W[i]` of keys and values to slot `slots_W[i]` (int64); a row may go to several slots.
 
-    With `scales` they are quantized; e4m3 pages take the codes, BF16 pages the values of the codes.
+    With `scales` they are quantized; e4m3 pages take the codes, others their values.
     """
     k_scale, v_scale = scales if scales is not None else (None, None)
     _write_pages(k_TGD, v_TGD, rows_W, slots_W, k_pages, v_pages, k_scale, v_scale)

@@ -1,6 +1,7 @@
-"""Prefill attention for head sizes 64 and 128 over BF16 pages: the bits of `attention.py`, at the tensor cores' pace.
+"""Prefill attention for head sizes 64 and 128 over pages of BF16, or of codes' values in FP16: the bits of `attention.py`, at the
+tensor cores' pace.
 
-The definition is that file's: 64 keys a step, chunks of CHUNK keys, P rounded to BF16 before both of its products. A row's
+The definition is that file's: 64 keys a step, chunks of CHUNK keys, P rounded before both of its products. A row's
 bits come from the chain of warpgroup instructions that it passes through, and these are the same: D / 16 for the scores, four
 for the values, four for the denominator, each on the running sum times the decay. Which warpgroup holds a row doesn't matter.
 
@@ -36,7 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels import attention_form as form
 from lockstep.kernels.triton.columns import divided
-from lockstep.kernels.triton.numbers import scale_of
+from lockstep.kernels.triton.numbers import half, scale_of
 from lockstep.kernels.triton.ring import arrived
 from lockstep.kernels.triton.sizes import processors
 
@@ -130,7 +131,7 @@ def _values(p, v_ring, ones, acc, den, at, STAGES: gl.constexpr):
     slot = at % STAGES
     out: gl.constexpr = acc.type.layout
     sums: gl.constexpr = den.type.layout
-    p = p.to(gl.bfloat16)
+    p = p.to(v_ring.dtype)
     left = gl.convert_layout(p, gl.DotOperandLayout(0, sums, 2), assert_trivial=True)
     den = warpgroup_mma(left, ones.permute((1, 0)), den, is_async=True)
     left = gl.convert_layout(p, gl.DotOperandLayout(0, out, 2), assert_trivial=True)
@@ -237,6 +238,8 @@ def _attend(
         q = q_smem.index(WHICH)
         if HELD:
             q = q.load(gl.DotOperandLayout(0, score, 2))
+            if k_ring.dtype == gl.float16:
+                q = half(q)
         big_m = gl.full([64], EMPTY, gl.float32, row)
         big_l = gl.zeros([64, ONES], gl.float32, sums)
         big_a = gl.zeros([64, D], gl.float32, out)
@@ -335,14 +338,15 @@ def _wide(
     STAGES: gl.constexpr, PINGPONG: gl.constexpr, HELD: gl.constexpr, SPILL: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(GROUPS % (BLOCK // 64) == 0)
-    bf16: gl.constexpr = gl.bfloat16
-    q_smem = gl.allocate_shared_memory(bf16, [GROUPS, 64, D], q_desc.layout)
-    k_ring = gl.allocate_shared_memory(bf16, [STAGES, 64, D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(bf16, [STAGES, D, 64], v_desc.layout)
+    kind: gl.constexpr = k_desc.dtype
+    gl.static_assert(HELD or kind == gl.bfloat16, "queries become FP16 in registers")
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, 64, D], q_desc.layout)
+    k_ring = gl.allocate_shared_memory(kind, [STAGES, 64, D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(kind, [STAGES, D, 64], v_desc.layout)
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    ones = gl.allocate_shared_memory(bf16, [ONES, 64], flat)
+    ones = gl.allocate_shared_memory(kind, [ONES, 64], flat)
     spread: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-    ones.store(gl.full([ONES, 64], 1.0, bf16, spread))
+    ones.store(gl.full([ONES, 64], 1.0, kind, spread))
     rows: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=8, order=[1, 0])
     big_smem = ones
     if SPILL:
@@ -400,8 +404,9 @@ PLAN = Plan()
 
 
 def takes(q_THD: Tensor, k_pages: Tensor, block: int) -> bool:
-    """Whether this can be launched: BF16, and `shapes`."""
-    return q_THD.dtype == k_pages.dtype == torch.bfloat16 and shapes(q_THD, k_pages.shape[1], block)
+    """Whether this can be launched: BF16 queries over BF16 or FP16 pages, and `shapes`."""
+    kinds = (torch.bfloat16, torch.float16)
+    return q_THD.dtype == torch.bfloat16 and k_pages.dtype in kinds and shapes(q_THD, k_pages.shape[1], block)
 
 
 def shapes(q_THD: Tensor, kv_heads: int, block: int) -> bool:

@@ -1,4 +1,4 @@
-"""Pages of e4m3 codes as BF16 pages that hold the codes' values, exactly: for a kernel that reads each page many times.
+"""Pages of e4m3 codes as FP16 pages that hold the codes' values, exactly: for a kernel that reads each page many times.
 
 Next: `numbers.py` for how a page stores its codes, `attention.py`, which asks.
 """
@@ -31,9 +31,9 @@ def _widen(k_ptr, v_ptr, table_ptr, k_out_ptr, v_out_ptr, G, D: tl.constexpr):
 
 
 def _pages(k_pages: Tensor, v_pages: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Storage for these pages in BF16."""
+    """Storage for these pages in FP16."""
     k, v = (
-        torch.empty(len(table), *pages.shape[1:], dtype=torch.bfloat16, device=pages.device)
+        torch.empty(len(table), *pages.shape[1:], dtype=torch.float16, device=pages.device)
         for pages in (k_pages, v_pages)
     )
     return k, v
@@ -41,7 +41,7 @@ def _pages(k_pages: Tensor, v_pages: Tensor, table: Tensor) -> tuple[Tensor, Ten
 
 @operation("widen_pages", fake=_pages)
 def widen_pages(k_pages: Tensor, v_pages: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """BF16 pages [n, G, 64, D] and [n, G, D, 64], the i-th from page `table[i]` of e4m3 pages; D a power of two."""
+    """FP16 pages [n, G, 64, D] and [n, G, D, 64], the i-th from page `table[i]` of e4m3 pages; D a power of two."""
     k, v = _pages(k_pages, v_pages, table)
     kv_heads, dim = k_pages.shape[1], k_pages.shape[3]
     if len(table):
