@@ -112,12 +112,27 @@ def test_what_the_backward_pass_keeps_follows_the_settings() -> None:
         4 * 2048 + 2 * 4096 + 2 * 2048 + 4 * 16
     )  # both norm inputs, qkv, attention's output and log-sum-exp
     codes, inverses = 6144 + 4 * 48, 2 * 4  # of y, or half of gate and up; of both norms
-    ends = 16_384 * (3 * 4096 + 4096 + 20)
+    ends = 16_384 * (3 * 4096 + 4096 + 24)
     assert saved("flow.name=bf16") == 16_384 * 28 * (layer + 4 * 6144) + ends
     assert saved() == 16_384 * 28 * (layer + 4 * 6144 + codes + inverses) + ends
     assert saved("update.save_fp8=true") == 16_384 * 28 * (layer + 3 * codes + inverses) + ends
     once = layer + 4 * 6144 + codes + inverses
     assert saved("update.checkpointing=true") == 16_384 * (28 * 4096 + once) + ends
+
+
+def test_probabilities_of_the_head_are_stored_as_far_as_they_fit() -> None:
+    """2 bytes a token of the vocabulary, 3 GiB at most, in whole 128s of rows; a chunk of FP32 logits beside them."""
+    model = PRESETS["qwen3-1.7b"]
+
+    def sizes(rows: int, *more: str) -> tuple[int | None, int, bool]:
+        settings = (f"update.max_tokens_per_microbatch={rows}", "rollout.max_new_tokens=4096", *more)
+        parts = {p.name: p for p in found(*settings, model=model).parts}
+        stored = parts.get("probabilities of a micro-batch")
+        return stored and stored.nbytes, parts["logits of a chunk"].nbytes, bool(stored and stored.rollout)
+
+    assert sizes(1000) == (2 * 1000 * 151_936, 4 * 1000 * 151_936, False)
+    assert sizes(16_384) == (2 * 82 * 128 * 151_936, 1 << 30, False)
+    assert sizes(1000, "kernels=reference") == (None, 3 * 4 * 256 * 151_936, False)
 
 
 def test_captured_passes_keep_their_memory_during_the_rollout() -> None:
@@ -174,9 +189,15 @@ def test_time_by_phase() -> None:
     assert layer_linears_flops(model) == 2 * linears
     products = 6 * linears * rows / 1100e12
     attention = 3.5 * 4 * 36 * 32 * 128 * 64 * 1535 * 1536 / 2 / 720e12
-    head = 8 * 64 * 1024 * 4096 * 151_936 / 720e12
+    head = 6 * 64 * 1024 * 4096 * 151_936 / 720e12  # of a micro-batch that stores all probabilities
     assert attention_flops(model, [1535] * 64) == 4 * 36 * 32 * 128 * 64 * 1535 * 1536 / 2
     assert products + attention + head < times["forward and backward"] < 1.3 * (products + attention + head)
+    slower = found(
+        *settings, "update.max_tokens_per_microbatch=16384", model=model, prompt_tokens=512, card=Card()
+    )
+    more = {phase.name: phase.seconds for phase in slower.phases}["forward and backward"]
+    again = 2 * (1 - 82 * 128 / 16_384) * 64 * 1024 * 4096 * 151_936 / 720e12
+    assert more - times["forward and backward"] == pytest.approx(again)
     assert times["optimizer"] == pytest.approx(40 * model.num_parameters / 3e12)
     weights = sum(math.prod(s) for s in expected_tensors(model).values()) - 151_936 * 4096
     read = 1024 * weights + 2 * 36 * 8 * 128 * 2 * 64 * (512 * 1024 + 1024 * 1023 / 2)

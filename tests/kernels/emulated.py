@@ -13,7 +13,14 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from lockstep.kernels.reference import ReferenceKernels  # noqa: E402
-from lockstep.kernels.triton import columns, numbers, paged_attention, rope, swiglu_backward  # noqa: E402
+from lockstep.kernels.triton import (  # noqa: E402
+    columns,
+    head_backward,
+    numbers,
+    paged_attention,
+    rope,
+    swiglu_backward,
+)
 from lockstep.kernels.triton import quantize as quantize_rows  # noqa: E402
 from lockstep.numerics.formats import BLOCK, E4M3, column_groups, row_groups, square_blocks  # noqa: E402
 from lockstep.numerics.quantize import Quantized, quantize  # noqa: E402
@@ -231,6 +238,57 @@ def swiglu(kind: str) -> None:
                     assert_columns(along, expected, kind)
 
 
+def head_gradient(_: str) -> None:
+    """The gradient of logits over stored probabilities, and from logits, next to autograd's in float64. Vocabularies are no whole
+    segments; temperatures, targets of p near one, probabilities that underflow."""
+    for rows, vocabulary in ((9, 5001), (5, 97), (3, 8192)):
+        x, targets = 3 * torch.randn(rows, vocabulary), torch.randint(vocabulary, (rows,))
+        temperature = torch.tensor([1.0, 0.5, 1.3]).repeat(rows)[:rows].contiguous()
+        x[0, 3] = -300.0  # exp of it is zero
+        likely = torch.tensor([0.9999, 0.999, 0.98])
+        others = x.double() / temperature.double()[:, None]
+        others[torch.arange(rows), targets] = -torch.inf
+        for row, p in enumerate(likely.double()):  # what the target needs to be as likely as that
+            x[row, targets[row]] = (others[row].logsumexp(0) + (p / (1 - p)).log()) * temperature[row]
+        wide = x.double().requires_grad_()
+        log_p = (wide / temperature.double()[:, None]).log_softmax(-1)
+        log_prob, entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        normalizer = (x.double() / temperature.double()[:, None]).logsumexp(-1).float()
+        stored = torch.full((rows - 1, vocabulary), 7.0).bfloat16()
+        found = head_backward.entropy(x, temperature, normalizer, stored)
+        assert torch.equal(found, head_backward.entropy(x, temperature, normalizer))
+        torch.testing.assert_close(found.double(), entropy, rtol=1e-5, atol=1e-5)
+        known = (x / temperature[:, None]).gather(1, targets[:, None])[:, 0] - normalizer
+        expected = log_p.detach().exp()[:-1]
+        assert float(expected.min()) < 1e-45 and not stored[0, 3]
+        torch.testing.assert_close(stored.double(), expected, rtol=2.0**-8, atol=1e-38)
+        stored = torch.full((rows, vocabulary), 7.0).bfloat16()
+        head_backward.entropy(x, temperature, normalizer, stored)
+        grad, grad_entropy = torch.randn(rows), torch.randn(rows)
+        parts = [(log_prob, grad), (entropy, grad_entropy)]
+        terms = [torch.autograd.grad(y @ g.double(), wide, retain_graph=True)[0] for y, g in parts]
+        at = torch.arange(rows), targets
+        for some_entropy in (grad_entropy, None):
+            exact = terms[0] if some_entropy is None else terms[0] + terms[1]
+            made, over = torch.empty_like(stored), stored.clone()
+            head_backward.logits_grad(x, targets, temperature, normalizer, found, grad, some_entropy, made)
+            head_backward.stored_logits_grad(over, targets, temperature, known, found, grad, some_entropy)
+            errors = [float((d.double() - exact).norm() / exact.norm()) for d in (made, over)]
+            print(f"{rows} x {vocabulary}: from logits {errors[0]:.2e}, over probabilities {errors[1]:.2e}")
+            # p is rounded, and its logarithm so off by as much; then the result is rounded
+            entropies = (grad_entropy.double() / temperature).abs()[:, None] * log_p.detach().exp()
+            room = 2.0**-6.99 * (terms[0].abs() + terms[1].abs()) + 2.0**-8 * entropies + 1e-38
+            # the target's own: one rounding, and what FP32 knows of its log-probability
+            floor = 8e-6 * (grad.abs() + grad_entropy.abs()).double() / temperature.double()
+            room[at] = 2.0**-7.99 * exact[at].abs() + floor
+            assert bool(((over.double() - exact).abs() <= room).all())
+            assert errors[0] < 4e-3 and errors[1] < 6e-3, errors
+        tiny = torch.full((1, vocabulary), 1e-39).bfloat16()  # not a normal number
+        ones = torch.ones(1)
+        head_backward.stored_logits_grad(tiny, targets[:1], ones, -8 * ones, ones, ones, ones)
+        assert tiny.isfinite().all() and int((tiny.abs() > 1e-6).sum()) == 1
+
+
 def widen(kind: str) -> None:
     """Every code at each byte of a word, to the last bit and sign."""
     codes = torch.cat([torch.arange(256).repeat_interleave(4), torch.randint(256, (1 << 16,))]).to(
@@ -272,7 +330,17 @@ def faults(_: str) -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (quantize_both, regroup, columns_of, rope_to_pages, paged, swiglu, widen, faults)
+    for check in (
+        quantize_both,
+        regroup,
+        columns_of,
+        rope_to_pages,
+        paged,
+        swiglu,
+        head_gradient,
+        widen,
+        faults,
+    )
 }
 
 if __name__ == "__main__":

@@ -225,6 +225,7 @@ def by_text(asm: str, constraints: str, args: list[Any], **_: object) -> Any:
     known = {
         "shl.b32": lambda: x.float(),
         "rcp.approx.ftz.f32": lambda: 1.0 / x,
+        "lg2.approx.ftz.f32": lambda: torch.log2(torch.where(x.abs() < 2.0**-126, 0.0, x)),
     }
     return value(known[asm.split()[0]]())
 
@@ -339,6 +340,7 @@ def language() -> ModuleType:
         permute=lambda x, axes: x.permute(axes),
         split=lambda x: x.unbind(-1),
         join=lambda a, b: torch.stack([a, b], -1),
+        exp=torch.exp,
         exp2=torch.exp2,
         cdiv=lambda a, b: -(-a // b),
         convert_layout=lambda x, *_, **__: x,
@@ -362,8 +364,9 @@ def language() -> ModuleType:
 
 
 def shared_language(gl: ModuleType) -> MagicMock:
-    """`triton.language`, of which Gluon kernels use what only reckons: `gl` has it all."""
-    names = ("float32", "int32", "float8e4nv", "constexpr", "expand_dims", "sum")
+    """`triton.language`, as far as kernels under test use it: `gl` has it all."""
+    names = ("bfloat16", "float32", "int32", "int64", "float8e4nv", "constexpr", "expand_dims", "sum")
+    names += ("program_id", "arange", "zeros", "zeros_like", "load", "store", "exp")
     names += ("div_rn", "sqrt_rn", "fma", "minimum", "maximum", "where", "inline_asm_elementwise")
     return MagicMock(**{name: getattr(gl, name) for name in names})
 

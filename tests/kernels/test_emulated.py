@@ -32,6 +32,11 @@ def test_decode_attention(copies: str) -> None:
     emulated("paged", "fp32", copies)
 
 
+def test_gradient_of_the_head() -> None:
+    """Over probabilities that the forward pass stored."""
+    emulated("head_gradient", "fp32", "early")
+
+
 def test_codes_are_widened_exactly() -> None:
     emulated("widen", "fp32", "early")
 

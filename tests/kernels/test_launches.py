@@ -49,6 +49,19 @@ def test_every_operation(compiled: Launched) -> None:
         assert forms == [tuple(form) for form in call.forms], (call.name, call.kwargs)
 
 
+def test_an_entropy_is_one_kernel_whether_probabilities_are_stored_or_not(compiled: Launched) -> None:
+    """So it has the same bits: another store may give a row's sum another order."""
+    from lockstep.kernels.triton.head_backward import entropy
+
+    for vocabulary in (151_936, 5001):
+        x, ones = torch.zeros(4, vocabulary), torch.ones(4)
+        for stored in (None, 4, 1, 0):
+            p = None if stored is None else torch.zeros(stored, vocabulary, dtype=torch.bfloat16)
+            entropy(x, ones, ones, p)
+        assert len({id(kernel) for _, kernel in compiled}) == 1
+        compiled.clear()
+
+
 def test_every_form_of_the_narrow_products(compiled: Launched) -> None:
     from lockstep.kernels.products import MANY_ROWS, NARROW, NARROW_BF16, WIDE_BF16
     from lockstep.kernels.triton.narrow_bf16 import narrow_bf16_matmul

@@ -221,11 +221,18 @@ class FusedReference(ReferenceKernels):
     # Output head
 
     def score(
-        self, h_CK: Tensor, head: PackedWeight, targets_C: Tensor, temperature_C: Tensor
+        self,
+        h_CK: Tensor,
+        head: PackedWeight,
+        targets_C: Tensor,
+        temperature_C: Tensor,
+        p_SV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         self.note("score")
         logits = self.logits(h_CK, head, temperature_C)
         normalizer = self.log_normalizer(logits)
+        if p_SV is not None:
+            p_SV.copy_((logits - normalizer[:, None])[: len(p_SV)].exp())
         log_prob = target_log_prob(logits, normalizer, targets_C)
         return log_prob, normalizer, self.entropy(logits, normalizer)
 
@@ -247,6 +254,24 @@ class FusedReference(ReferenceKernels):
         if grad_entropy_C is not None:
             d -= grad_entropy_C[:, None] * log_p.exp() * (log_p + entropy_C[:, None])
         out_CV.copy_(d / temperature_C[:, None])
+
+    def stored_logits_grad(
+        self,
+        p_SV: Tensor,
+        targets_S: Tensor,
+        temperature_S: Tensor,
+        log_prob_S: Tensor,
+        entropy_S: Tensor,
+        grad_S: Tensor,
+        grad_entropy_S: Tensor | None,
+    ) -> None:
+        self.note("stored_logits_grad")
+        at, own, p = targets_S[:, None], log_prob_S[:, None], p_SV.float()
+        d = (-p).scatter(1, at, -own.expm1()) * grad_S[:, None]
+        if grad_entropy_S is not None:
+            log_p, p = p.clamp(min=1e-38).log().scatter(1, at, own), p.scatter(1, at, own.exp())
+            d -= grad_entropy_S[:, None] * p * (log_p + entropy_S[:, None])
+        p_SV.copy_(d / temperature_S[:, None])
 
 
 @pytest.fixture(scope="session")

@@ -216,3 +216,93 @@ def test_the_head_s_gradient_and_entropy(kernels: Any) -> None:
         kernels.logits_grad(h, packed, targets, temperature, normalizer, entropy, grad, some_entropy, out)
         error = float((out.double() - logits.grad).norm() / logits.grad.norm())
         assert (error < 3e-3) == (some_entropy is not None)
+
+
+@pytest.mark.parametrize("vocabulary", [5001, 151_936])
+def test_the_head_s_gradient_over_stored_probabilities(vocabulary: int, kernels: Any) -> None:
+    """Of a forward pass with the same bits, next to float64. Targets of p near one are among them."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    h = torch.randn(300, 512, generator=generator, device="cuda").bfloat16()
+    weight = (torch.randn(vocabulary, 512, generator=generator, device="cuda") * 0.05).bfloat16()
+    packed = kernels.pack(weight)
+    targets = torch.randint(vocabulary, (300,), generator=generator, device="cuda")
+    temperature = 0.5 + torch.rand(300, generator=generator, device="cuda")
+    temperature[:50] = 1.0
+    for row in range(0, 40, 2):  # a hidden state that knows its target: 1 - p from 0.1 down to 1e-4 or so
+        own = weight[targets[row]].double()
+        rest = (h[row].double() @ weight.double().t()).logsumexp(0)
+        h[row] = h[row] + (own * ((rest + 2.3 + 0.35 * row / 2) / own.square().sum())).bfloat16()
+    plain = kernels.score(h, packed, targets, temperature)
+    for stored in (300, 128, 1):
+        p = torch.full((stored, vocabulary), torch.nan, device="cuda", dtype=torch.bfloat16)
+        found = kernels.score(h, packed, targets, temperature, p)
+        assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+        assert bool(torch.isfinite(p).all())
+    p = torch.empty(300, vocabulary, device="cuda", dtype=torch.bfloat16)
+    log_prob, normalizer, entropy = kernels.score(h, packed, targets, temperature, p)
+    logits = (h.double() @ weight.double().t()).requires_grad_()
+    log_p = (logits / temperature[:, None].double()).log_softmax(-1)
+    true = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    likely = true[0].detach().exp()
+    assert float(likely.max()) > 0.999 and int((likely > 0.9).sum()) > 10
+    torch.testing.assert_close(p.double(), log_p.detach().exp(), rtol=2.0**-8 + 1e-4, atol=1e-30)
+    grad, grad_entropy = (torch.randn(300, generator=generator, device="cuda") for _ in range(2))
+    for some_entropy in (grad_entropy, None):
+        total = true[0] @ grad.double()
+        total = total if some_entropy is None else total + true[1] @ some_entropy.double()
+        (exact,) = torch.autograd.grad(total, logits, retain_graph=True)
+        given = (targets, temperature)
+        made, over = torch.empty_like(p), p.clone()
+        kernels.logits_grad(h, packed, *given, normalizer, entropy, grad, some_entropy, made)
+        kernels.stored_logits_grad(over, *given, log_prob, entropy, grad, some_entropy)
+        errors = [float((d.double() - exact).norm() / exact.norm()) for d in (made, over)]
+        print(f"V {vocabulary}: from logits {errors[0]:.2e}, over probabilities {errors[1]:.2e}")
+        assert errors[0] < 3e-3 and errors[1] < 4e-3
+        own = [d.double().gather(1, targets[:, None])[:, 0] for d in (over, exact)]
+        floor = 1e-4 * (grad.abs() + grad_entropy.abs()).double() / temperature  # what FP32 logits know
+        assert bool(((own[0] - own[1]).abs() <= 2.0**-7.9 * own[1].abs() + floor).all())
+        again = p.clone()
+        kernels.stored_logits_grad(again, *given, log_prob, entropy, grad, some_entropy)
+        assert torch.equal(again, over)
+
+
+def test_a_head_that_stores_some_rows_and_one_that_stores_none(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same log-probabilities and entropies, and gradients apart by roundings to BF16; nothing is left on the device."""
+    from lockstep.nn import head as head_module
+
+    rows, hidden, vocabulary = 1000, 512, 32_000
+    generator = torch.Generator("cuda").manual_seed(0)
+    table = head_module.Table(vocabulary, hidden, flow=bf16_flow(), kernels=kernels).to("cuda")
+    with torch.no_grad():
+        table.weight.normal_(generator=generator).mul_(0.05)
+    table.refresh("head")
+    h = torch.randn(rows, hidden, generator=generator, device="cuda").bfloat16().requires_grad_()
+    targets = torch.randint(vocabulary, (rows,), generator=generator, device="cuda")
+    temperature = 0.5 + torch.rand(rows, generator=generator, device="cuda")
+    up = [torch.randn(rows, generator=generator, device="cuda") for _ in range(2)]
+    monkeypatch.setattr(head_module, "LOGITS_BYTES", 4 * vocabulary * 256)
+    torch.autograd.grad(
+        table.log_probs(h, targets, temperature), (h, table.weight), up
+    )  # libraries make their room
+    found = []
+    for stored in (0, 640, rows):
+        monkeypatch.setattr(head_module, "PROBABILITY_BYTES", 2 * vocabulary * stored)
+        with torch.no_grad():
+            scored = table.log_probs(h, targets, temperature)
+        before = torch.cuda.memory_allocated()
+        out = table.log_probs(h, targets, temperature)
+        kept = torch.cuda.memory_allocated() - before
+        assert 0 <= kept - 2 * vocabulary * stored < 8 << 20
+        assert all(torch.equal(a, b) for a, b in zip(out, scored, strict=True))
+        grads = torch.autograd.grad(out, (h, table.weight), up, retain_graph=True)
+        taken = sum(g.numel() * g.element_size() for g in grads)
+        assert torch.cuda.memory_allocated() - before - taken < 8 << 20
+        del scored
+        found.append((*(o.detach() for o in out), *grads))
+        del out, grads
+    for other in found[1:]:
+        assert torch.equal(other[0], found[0][0]) and torch.equal(other[1], found[0][1])
+        for a, b in zip(other[2:], found[0][2:], strict=True):
+            assert float((a.double() - b.double()).norm() / b.double().norm()) < 6e-3

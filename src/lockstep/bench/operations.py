@@ -275,7 +275,10 @@ def _head(make: Maker) -> list[Call]:
     return [
         Call("log_normalizer", (logits, temperature), number),
         Call("target_log_prob", (logits, temperature, normalizer, targets), number),
-        Call("entropy", (logits, temperature, normalizer), number),
+        *(
+            Call("entropy", (logits, temperature, normalizer, p), number)
+            for p in (None, make.some(T, V), make.some(40, V), make.some(0, V))
+        ),
         Call(
             "sample",
             (logits, temperature, make.whole(T, below=1 << 40), make.whole(T, below=99)),
@@ -283,6 +286,11 @@ def _head(make: Maker) -> list[Call]:
         ),
         Call("logits_grad", (logits, *grads, make.positive(T), make.some(T, V)), []),
         Call("logits_grad", (logits, *grads, None, make.some(T, V)), []),
+        *(
+            Call("stored_logits_grad", (make.some(T, V), *stored, entropies), [])
+            for stored in [(targets, temperature, -make.positive(T), make.positive(T), make.positive(T))]
+            for entropies in (make.positive(T), None)
+        ),
     ]
 
 

@@ -281,13 +281,18 @@ def predicted_saved(side: Side, decoder: Decoder, batch: Batch) -> int:
     load = Load(batch.rows, len(batch.micro.targets_N))
     keeping = Keeping(decoder.kernels.fused, decoder.checkpointing, decoder.save_fp8)
     ours = footprint.saved_bytes(model, decoder.flow, load, keeping)
+    probabilities = footprint.probability_bytes(model, load, keeping)
     if isinstance(side, Ours):
-        return ours
+        return ours + probabilities
     layers = batch.rows * sum(
         footprint.layer_bytes_a_token(model, decoder.flow, i, keeping) for i in range(model.num_layers)
     )
     ends = ours - layers if not decoder.checkpointing else 0
-    return batch.rows * model.num_layers * saved_bytes_a_token(model, lean=side.baseline.lean) + ends
+    return (
+        batch.rows * model.num_layers * saved_bytes_a_token(model, lean=side.baseline.lean)
+        + ends
+        + probabilities
+    )
 
 
 def wall_ratio(sides: Sides, batches: Sequence[Batch], repeats: int) -> tuple[float, Times]:

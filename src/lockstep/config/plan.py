@@ -229,7 +229,7 @@ def budget(
     captured = fused and spec.update.cuda_graphs and model.moe is None and load.microbatch_tokens <= MOST_ROWS
     keeping = Keeping(fused, spec.update.checkpointing, spec.update.save_fp8, captured)
     parts = footprint.parts(model, flows, load, keeping)
-    phases = _phases(spec, model, flows, card, prompt)
+    phases = _phases(spec, model, flows, card, prompt, load.trained_tokens)
     return Budget(model, card, tuple(parts), tuple(phases), prompt, spec.rollout.max_new_tokens, load)
 
 
@@ -249,8 +249,11 @@ def _load(spec: RunSpec, model: ModelSpec, flows: FlowPair, prompt: int) -> Load
     )
 
 
-def _phases(spec: RunSpec, model: ModelSpec, flows: FlowPair, card: Card, prompt: int) -> list[Phase]:
-    """Of one training step. A correction that has to know the old policy first gets a pass of its own."""
+def _phases(
+    spec: RunSpec, model: ModelSpec, flows: FlowPair, card: Card, prompt: int, together: int
+) -> list[Phase]:
+    """Of one training step. A correction that has to know the old policy first gets a pass of its own. together: targets of a
+    micro-batch."""
     r, u = spec.rollout, spec.update
     samples = r.prompts_per_step * r.samples_per_prompt
     lengths, targets = [prompt + r.max_new_tokens - 1] * samples, samples * r.max_new_tokens
@@ -272,7 +275,7 @@ def _phases(spec: RunSpec, model: ModelSpec, flows: FlowPair, card: Card, prompt
     if correction.rejects or correction.needs_batch:
         old = workload.forward(model, flows.trainer, card, lengths, targets)
         found.append(Phase("old log-probabilities", old.seconds))
-    both = workload.forward_backward(model, flows.trainer, card, lengths, targets)
+    both = workload.forward_backward(model, flows.trainer, card, lengths, targets, together=together)
     repeats = u.epochs * (4 / 3 if u.checkpointing else 1)
     found.append(Phase(both.name, both.seconds * repeats))
     steps = u.mini_batches * u.epochs

@@ -9,7 +9,8 @@ attention can write codes itself. A backward operation gives a gradient in the t
 Where a product is in BF16, both are the BF16 gradient [T, N] itself. Gradients need not obey the row law, but they have the
 same bits in every run. `hopper.py` is such a backend; the tests have one made of the reference's operations.
 
-Shapes: T rows, K inputs, N outputs, H heads, G key/value heads, D head size, V vocabulary, C rows of a chunk.
+Shapes: T rows, K inputs, N outputs, H heads, G key/value heads, D head size, V vocabulary, C rows of a chunk, S rows whose
+probabilities are stored.
 """
 
 from __future__ import annotations
@@ -196,9 +197,15 @@ class FusedKernels(Protocol):
     # Output head ---------------------------------------------------------------------------------------------
 
     def score(
-        self, h_CK: Tensor, head: PackedWeight, targets_C: Tensor, temperature_C: Tensor
+        self,
+        h_CK: Tensor,
+        head: PackedWeight,
+        targets_C: Tensor,
+        temperature_C: Tensor,
+        p_SV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probability of each target, log-normalizer, entropy) [C] FP32, by the sampler's launches."""
+        """(log-probability of each target, log-normalizer, entropy) [C] FP32, by the sampler's launches. p_SV: BF16, is given the
+        probabilities of the first S <= C rows; the results have the same bits with and without it."""
 
     def logits_grad(
         self,
@@ -213,3 +220,15 @@ class FusedKernels(Protocol):
         out_CV: Tensor,
     ) -> None:
         """Writes the gradient of the raw logits in BF16, from that of log-probabilities and (if any) entropies."""
+
+    def stored_logits_grad(
+        self,
+        p_SV: Tensor,
+        targets_S: Tensor,
+        temperature_S: Tensor,
+        log_prob_S: Tensor,
+        entropy_S: Tensor,
+        grad_S: Tensor,
+        grad_entropy_S: Tensor | None,
+    ) -> None:
+        """`logits_grad` without a product: over the probabilities that `score` stored. The target's own comes from log_prob_S."""

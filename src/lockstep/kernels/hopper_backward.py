@@ -209,13 +209,18 @@ class HopperGradients(ReferenceKernels):
         return products.bf16_product(h_TK, head_weight.plain, dtype=torch.float32)
 
     def score(
-        self, h_CK: Tensor, head_weight: PackedWeight, targets_C: Tensor, temperature_C: Tensor
+        self,
+        h_CK: Tensor,
+        head_weight: PackedWeight,
+        targets_C: Tensor,
+        temperature_C: Tensor,
+        p_SV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `FusedKernels`."""
         logits = self.raw_logits(h_CK, head_weight)
         normalizer = head.log_normalizer(logits, temperature_C)
         log_prob = head.target_log_prob(logits, temperature_C, normalizer, targets_C)
-        return log_prob, normalizer, head_backward.entropy(logits, temperature_C, normalizer)
+        return log_prob, normalizer, head_backward.entropy(logits, temperature_C, normalizer, p_SV)
 
     def logits_grad(
         self,
@@ -234,6 +239,21 @@ class HopperGradients(ReferenceKernels):
         logits = torch.mm(h_CK, head_weight.plain.t(), out_dtype=torch.float32)
         head_backward.logits_grad(
             logits, targets_C, temperature_C, normalizer_C, entropy_C, grad_C, grad_entropy_C, out_CV
+        )
+
+    def stored_logits_grad(
+        self,
+        p_SV: Tensor,
+        targets_S: Tensor,
+        temperature_S: Tensor,
+        log_prob_S: Tensor,
+        entropy_S: Tensor,
+        grad_S: Tensor,
+        grad_entropy_S: Tensor | None,
+    ) -> None:
+        """See `FusedKernels`; one pass."""
+        head_backward.stored_logits_grad(
+            p_SV, targets_S, temperature_S, log_prob_S, entropy_S, grad_S, grad_entropy_S
         )
 
 

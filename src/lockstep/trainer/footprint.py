@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from lockstep.kernels.attention_form import PAGE, WIDENED
 from lockstep.models.spec import ModelSpec, expected_tensors
-from lockstep.nn.head import CHUNK, CHUNKS, LOGITS_BYTES
+from lockstep.nn.head import CHUNK, LOGITS_BYTES, stored_rows
 from lockstep.numerics.flow import Flow, FlowPair
 from lockstep.numerics.formats import BLOCK
 
@@ -94,6 +94,7 @@ def parts(model: ModelSpec, flows: FlowPair, load: Load, keeping: Keeping) -> li
             backward_bytes(model, trainer, load),
             rollout=keeping.captured,
         ),
+        Part("probabilities of a micro-batch", probability_bytes(model, load, keeping), rollout=False),
         Part("logits of a chunk", logits_bytes(model, load, keeping), rollout=False),
     ]
     if load.running:
@@ -144,12 +145,12 @@ def cache_bytes_a_token(model: ModelSpec, flow: Flow) -> int:
 
 
 def saved_bytes(model: ModelSpec, flow: Flow, load: Load, keeping: Keeping) -> int:
-    """Between forward and backward: every layer's share, and rows around the head."""
+    """Between forward and backward: every layer's share, and rows around the head. `probability_bytes` come on top."""
     rows = load.microbatch_tokens
     layers = [layer_bytes_a_token(model, flow, layer, keeping) for layer in range(model.num_layers)]
     each = 2 * model.hidden_size
     kept = each * model.num_layers + max(layers, default=0) if keeping.checkpointing else sum(layers)
-    ends = 3 * each * rows + (each + 5 * 4) * load.trained_tokens
+    ends = 3 * each * rows + (each + 6 * 4) * load.trained_tokens
     return rows * kept + ends
 
 
@@ -176,11 +177,16 @@ def backward_bytes(model: ModelSpec, flow: Flow, load: Load) -> int:
 
 
 def logits_bytes(model: ModelSpec, load: Load, keeping: Keeping) -> int:
-    """FP32 logits of a chunk and the gradients of `CHUNKS` of them in BF16; the reference holds three FP32 tensors."""
+    """FP32 logits of a chunk; the reference holds three such tensors. Gradients of logits lie where probabilities lay, or take no
+    more once these are gone."""
     if not keeping.fused:
         return 3 * 4 * min(CHUNK, load.trained_tokens) * model.vocab_size
-    whole = 4 * load.trained_tokens * model.vocab_size
-    return min(LOGITS_BYTES, whole) + min(CHUNKS * LOGITS_BYTES, whole) // 2
+    return min(LOGITS_BYTES, 4 * load.trained_tokens * model.vocab_size)
+
+
+def probability_bytes(model: ModelSpec, load: Load, keeping: Keeping) -> int:
+    """BF16 probabilities that the head stores between forward and backward. Under sampling masks there are none."""
+    return 2 * stored_rows(load.trained_tokens, model.vocab_size) * model.vocab_size if keeping.fused else 0
 
 
 def prefill_bytes(model: ModelSpec, load: Load) -> int:

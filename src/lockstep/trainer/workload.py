@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.models.spec import ModelSpec
+from lockstep.nn.head import stored_rows
 from lockstep.numerics.flow import Flow
 from lockstep.trainer.footprint import cache_bytes_a_token, working_bytes
 
@@ -76,16 +77,27 @@ def forward(model: ModelSpec, flow: Flow, card: Card, lengths: Sequence[int], ta
 
 
 def forward_backward(
-    model: ModelSpec, flow: Flow, card: Card, lengths: Sequence[int], targets: int, *, remade: bool = True
+    model: ModelSpec,
+    flow: Flow,
+    card: Card,
+    lengths: Sequence[int],
+    targets: int,
+    *,
+    together: int | None = None,
+    remade: bool = True,
 ) -> Phase:
-    """Forward, and backward with both gradients of every product. Logits are computed twice. remade: norm and SwiGLU outputs are
-    made again rather than kept."""
+    """Forward, and backward with both gradients of every product. together: targets of a micro-batch, all where it isn't said;
+    logits of those whose probabilities aren't stored are computed twice. remade: norm and SwiGLU outputs are made again rather
+    than kept."""
     rows = sum(lengths)
     linear = card.products(3 * layer_linears_flops(model) * rows, fp8=flow.is_fp8)
     attention = card.products(3.5 * attention_flops(model, lengths), fp8=False)
-    head = card.products(8.0 * targets * model.hidden_size * model.vocab_size, fp8=False)
-    there, back, again = _moved(model, fp8=flow.is_fp8)
-    memory = card.moves(rows * model.num_layers * (there + back + (again if remade else 0)))
+    together = max(together or targets, 1)
+    again = 1.0 - stored_rows(together, model.vocab_size) / together
+    head_flops = (6.0 + 2.0 * again) * targets * model.hidden_size * model.vocab_size
+    head = card.products(head_flops, fp8=False)
+    there, back, remaking = _moved(model, fp8=flow.is_fp8)
+    memory = card.moves(rows * model.num_layers * (there + back + (remaking if remade else 0)))
     return _phase("forward and backward", linear, attention, head, memory)
 
 

@@ -117,7 +117,7 @@ def _splitmix(x):
 
 
 @triton.jit
-def _log2(x):
+def log2(x):
     """To 2^-22, of x or absolutely, whichever is larger."""
     return tl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -153,7 +153,7 @@ def _segment_scores(
             tail = 1.0 - uniform
             x = x - tl.log(tl.where(uniform < 0.0001, uniform + 0.5 * uniform * uniform, -tl.log(tail)))
         else:
-            x = x - LN2 * _log2(tl.where(uniform < 0.0001, uniform, -LN2 * _log2(1.0 - uniform)))
+            x = x - LN2 * log2(tl.where(uniform < 0.0001, uniform, -LN2 * log2(1.0 - uniform)))
     return x
 
 
