@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from lockstep.bench import corpus, gradients, sft, step, training, training_layer
 from lockstep.bench.goals import Goal
-from lockstep.bench.sides import Batch, Sides, cosine, make_sides, random_batch, random_masters
+from lockstep.bench.sides import Batch, Side, Sides, cosine, make_sides, random_batch, random_masters
 from lockstep.errors import ContractError, DataError
 from lockstep.kernels.table import select
 from lockstep.models.decoder import Decoder
@@ -57,6 +58,25 @@ def test_a_training_step_of_both_sides(decoder: Decoder) -> None:
     text = "\n".join(result.lines())
     assert all(name in text for name in training.PHASES)
     assert all(p.grad is None for p in decoder.parameters())
+
+
+def test_sides_take_turns_and_only_ours_is_captured(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides, batches = sides_of(decoder, [8, 8])
+    seen: list[tuple[str, bool]] = []
+
+    def step(side: Side, batches: Sequence[Batch], optimizer: Optimizer) -> training.Times:
+        seen.append((side.name, sides.ours.decoder.graphs is not None))
+        return {name: float(len(seen)) for name in training.PHASES}
+
+    monkeypatch.setattr(training, "one_step", step)
+    result = training.run_training(sides, batches, CARD, iterations=3, say=lambda text: None, captured=True)
+    order = ["fp8"] * 3 + ["bf16"] * 3 + ["fp8"] * 2 + ["bf16"] * 2
+    assert [name for name, _ in seen] == order and all(captured for _, captured in seen)
+    assert result.times["fp8"]["forward"] == 3.0 and result.times["bf16"]["forward"] == 6.0
+    assert decoder.graphs is None and not decoder.head.in_place
+    assert not sides.theirs.baseline.decoder.head.in_place
 
 
 def test_both_sides_follow_the_masters(decoder: Decoder) -> None:

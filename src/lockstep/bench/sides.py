@@ -8,9 +8,11 @@ Next: `training.py`, `step.py`.
 
 from __future__ import annotations
 
+import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +104,17 @@ class Sides:
         """Captures our training passes; gradients of embedding and head are added in place on both sides."""
         self.ours.decoder.capture(on)
         self.theirs.baseline.decoder.add_in_place(on)
+
+    @contextmanager
+    def turn(self, *, captured: bool) -> Iterator[None]:
+        """Within, training passes of our side are captured if so asked for; what they hold is given back at the end, since both
+        sides' would not fit."""
+        self.capture(captured)
+        try:
+            yield
+        finally:
+            self.capture(False)
+            free()
 
     @property
     def both(self) -> tuple[Side, Side]:
@@ -218,6 +231,13 @@ class Clock:
             ms = float(before.elapsed_time(after)) if self.gpu else 1e3 * (after - before)
             found[name] = found.get(name, 0.0) + ms
         return found
+
+
+def free() -> None:
+    """Gives memory that nobody holds any more back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def allocated(device: torch.device) -> int:

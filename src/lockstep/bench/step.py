@@ -16,7 +16,6 @@ Next: `training.py` for the update alone.
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from lockstep.bench.goals import Goal
 from lockstep.bench.profile import profile
 from lockstep.bench.results import rounded
 from lockstep.bench.rollout import flat_scales
-from lockstep.bench.sides import Batch, Say, Side, Sides, batch_of, make_sides
+from lockstep.bench.sides import Batch, Say, Side, Sides, batch_of, free, make_sides
 from lockstep.bench.training import median_times
 from lockstep.errors import ContractError
 from lockstep.models.decoder import Decoder
@@ -138,7 +137,7 @@ def run_step(
             for line in profile(f"{side.name}, one micro-batch", runner.one_micro_batch):
                 say(line)
         del runner
-        _free()
+        free()
     if mismatch["fp8"] != 0.0:
         raise ContractError(
             f"rollout and trainer disagree in the FP8 flow: max |delta logp| {mismatch['fp8']:.3e}; without equality it would "
@@ -260,13 +259,6 @@ class _WallClock:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def _free() -> None:
-    """Gives the memory of what was dropped back to the device."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def goals(model: str, result: Result) -> list[Goal]:

@@ -5,8 +5,10 @@
     optimizer                gradient norm, clipping, fused AdamW: the same code over the same tensors on both sides
     publication              working copies from the masters; in FP8 transposed codes follow in the next backward pass
 
-Both sides take turns in one process, over the same masters and the same rows. First their gradients are compared; then both are
-run until warm; times are medians. Micro-batches of a few hundred rows are timed by the wall, host included.
+Both sides take turns in one process, over the same masters and the same rows. First their gradients are compared; then each takes
+a step that warms up and some that are measured, and again; times are medians. Passes of the FP8 side are captured, as the
+trainer's are: launched one by one they need more of a host than there is for few rows or a slow host. The baseline's need a
+third of that and leave no gaps. Micro-batches of a few hundred rows are timed by the wall, host included.
 
 Next: `training_layer.py` for one layer, `step.py` for a whole step with rollout.
 """
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from lockstep.bench.baseline import saved_bytes_a_token
 from lockstep.bench.goals import Goal
+from lockstep.bench.profile import profile
 from lockstep.bench.results import rounded
 from lockstep.bench.shapes import preset
 from lockstep.bench.sides import Batch, Clock, Ours, Say, Side, Sides, allocated, cosine
@@ -45,6 +48,10 @@ GOAL_MODEL = "qwen3-1.7b"
 BROKEN = 0.5
 """A gradient cosine of a layer below this is no rounding error: one side is wrong. With random weights, differences grow from
 layer to layer: 28 layers leave 0.83, 36 leave 0.78."""
+TURN = 2
+"""Steps of one side that are measured before the other's turn, behind one that warms up (and captures)."""
+WARM = 3
+"""Micro-batches before one is profiled."""
 Times = dict[str, float]
 """Milliseconds by phase."""
 
@@ -151,17 +158,34 @@ class Result:
         return found
 
 
-def run_training(sides: Sides, batches: Sequence[Batch], card: Card, *, iterations: int, say: Say) -> Result:
-    """Agreement, then interleaved steps over all batches. card: what the floors are computed with."""
+def run_training(
+    sides: Sides,
+    batches: Sequence[Batch],
+    card: Card,
+    *,
+    iterations: int,
+    say: Say,
+    captured: bool = False,
+    profiled: bool = False,
+) -> Result:
+    """Agreement, then steps over all batches, both sides in turns. card: what the floors are computed with. captured: passes of
+    our side are; memory is that of passes which are not. profiled: also tells the kernels of a micro-batch."""
     decoder = sides.ours.decoder
     optimizer = Optimizer(decoder.named_parameters(), OptimSpec(lr=1e-7), 1000)
     agreement = compare(sides, batches[0])
     say(agreement.line())
     measured: dict[str, list[Times]] = {side.name: [] for side in sides.both}
-    for _ in range(iterations + 1):  # the first one warms up
+    for begun in range(0, iterations, TURN):
         for side in sides.both:
-            measured[side.name].append(one_step(side, batches, optimizer))
-    times = {name: median_times(runs[1:]) for name, runs in measured.items()}
+            with sides.turn(captured=captured):
+                runs = [one_step(side, batches, optimizer) for _ in range(min(TURN, iterations - begun) + 1)]
+            measured[side.name] += runs[1:]
+    times = {name: median_times(runs) for name, runs in measured.items()}
+    for side in sides.both if profiled else ():
+        with sides.turn(captured=captured):
+            for line in kernels_of(side, batches[0]):
+                say(line)
+            optimizer.adam.zero_grad(set_to_none=True)
     memory = {side.name: memory_of(side, batches[0], optimizer) for side in sides.both}
     return Result(
         batches[0].rows,
@@ -192,6 +216,13 @@ def one_step(side: Side, batches: Sequence[Batch], optimizer: Optimizer) -> Time
     side.publish()
     clock.mark("publication")
     return clock.times()
+
+
+def kernels_of(side: Side, batch: Batch) -> list[str]:
+    """What a micro-batch spends its time in, its gradients added to those that are there."""
+    warm = [batch] * WARM
+    accumulate(side, warm)
+    return profile(f"{side.name}, one micro-batch", lambda: accumulate(side, warm[:1]))
 
 
 def loss_of(logp_N: Tensor, batch: Batch) -> Tensor:

@@ -106,7 +106,6 @@ def train(
     """One optimizer step of a whole model, phase by phase, FP8 against a BF16 baseline; memory, measured and predicted."""
     ceilings = begin("lockstep bench train")
     from lockstep.bench import training as bench
-    from lockstep.bench.profile import profile as longest
     from lockstep.bench.shapes import preset
     from lockstep.bench.sides import make_sides, random_batch, random_masters
 
@@ -117,7 +116,9 @@ def train(
     sides = make_sides(decoder, lengths, scales=scales, lean=lean)
     typer.echo(sides.choices)
     batches = [random_batch(decoder, lengths, seed=i) for i in range(micro_batches)]
-    found = bench.run_training(sides, batches, card, iterations=iterations, say=typer.echo)
+    found = bench.run_training(
+        sides, batches, card, iterations=iterations, say=typer.echo, captured=graphs, profiled=profile
+    )
     _say(found.lines())
     records, ratio = found.records(), None
     if small:
@@ -132,9 +133,6 @@ def train(
             typer.echo(f"8 micro-batches of {small} rows, by the wall, FP8 {how}: {told}: {ratio:.3f}x")
             records.append({"rows": small, "micro_batches": 8, "graphs": captured, **times, "ratio": ratio})
         few.capture(False)
-    if profile:
-        for side in sides.both:
-            _say(longest(side.name, lambda side=side: bench.accumulate(side, batches[:1])))  # type: ignore[misc]
     reached = bench.goals(model, found, ratio if small == 512 else None) if goals else ()
     finish(f"train-{model}", out, _ceilings(ceilings, card), records, reached)
 
