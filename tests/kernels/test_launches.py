@@ -47,6 +47,8 @@ def test_every_operation(compiled: Launched) -> None:
         results = [] if found is None else [found] if isinstance(found, torch.Tensor) else list(found)
         forms = [(tuple(x.shape), x.dtype, tuple(x.stride())) for x in results]
         assert forms == [tuple(form) for form in call.forms], (call.name, call.kwargs)
+    # A constant below FP32's normal numbers makes FP64 of what it meets.
+    assert {name for name, kernel in compiled if ".f64" in kernel.asm["ptx"]} == set()
 
 
 def test_an_entropy_is_one_kernel_whether_probabilities_are_stored_or_not(compiled: Launched) -> None:

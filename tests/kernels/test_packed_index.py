@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep.bench.attention_backward import packed_runs
 from lockstep.kernels.attention_form import CHUNK, PAGE
-from lockstep.kernels.gradient_index import gradient_index
+from lockstep.kernels.gradient_index import Dense, gradient_index
 from lockstep.kernels.packed_index import Room, StaticIndex, tables_of
 
 CPU = torch.device("cpu")
@@ -66,6 +66,21 @@ def test_rooms_are_few() -> None:
     assert Room.of(packed_runs([(2304, [])])) != Room.of(packed_runs([(1152, []), (1152, [])])), (
         "a second chunk"
     )
+
+
+def test_a_batch_of_whole_sequences() -> None:
+    """A library may take them as they lie, and only them; where none may, its shape makes no room of its own."""
+    equal, other = packed_runs([(256, [])] * 4), packed_runs([(512, []), (512, [])])
+    room = Room.of(equal, dense=True)
+    index = StaticIndex(room, 4, CPU)
+    index.fill(equal)
+    assert index.gradient.dense == gradient_index(equal).dense == Dense(4, 256, None, 1.0)
+    assert Room.of(other, dense=True) != room and Room.of(other) == Room.of(equal) != room
+    with pytest.raises(AssertionError, match="another room"):
+        index.fill(other)
+    for runs in (packed_runs([(100, []), (156, [])]), packed_runs([(64, [64, 64])]), equal):
+        dense = runs is not equal
+        assert StaticIndex(Room.of(runs, dense=dense), 4, CPU).gradient.dense is None
 
 
 def test_another_room_is_refused() -> None:

@@ -46,10 +46,12 @@ def kernels(fused: SimpleNamespace) -> Any:
     class Kernels(fused.Kernels):  # type: ignore[name-defined]
         made: list[Index] = []
 
-        def room(self, runs: Sequence[Run]) -> int:
+        def room(self, runs: Sequence[Run], *, dense: bool) -> int:
             return sum(r.count for r in runs)
 
-        def static_index(self, runs: Sequence[Run], group: int, device: torch.device) -> Index:
+        def static_index(
+            self, runs: Sequence[Run], group: int, device: torch.device, *, dense: bool
+        ) -> Index:
             self.made.append(Index(group))
             return self.made[-1]
 

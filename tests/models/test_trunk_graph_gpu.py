@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.bench.attention_backward import packed_runs
 from lockstep.bench.random_model import random_decoder
 from lockstep.bench.sides import random_masters
+from lockstep.kernels import attention_library
 from lockstep.kernels.attention_index import Run
 from lockstep.kernels.table import select
 from lockstep.models.decoder import Decoder
@@ -130,6 +131,28 @@ def test_it_is_the_pass_kernel_by_kernel(name: str, flow: str, checkpointing: bo
                 backward()
             found.append([out, rows.dh_TK.clone(), *(t.clone() for t in totals)])
         assert all(torch.equal(replayed, done) for replayed, done in zip(*found, strict=True))
+
+
+def test_a_captured_batch_of_whole_sequences_goes_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the same bits in every run are not asked for: attention's gradient is then cuDNN's, inside the graph too."""
+    taken: list[str] = []
+    right = attention_library._cudnn_grad
+    monkeypatch.setattr(attention_library, "_cudnn_grad", lambda *args: taken.append("cudnn") or right(*args))
+    one, captured = (decoder_of("qwen3-0.6b", FLOWS["fp8"], graphs=g) for g in (False, True))
+    one.deterministic, captured.deterministic = True, False
+    batch, ragged = ((512, ()), (512, ())), ((500, ()), (524, ()))
+    for parts in (batch, batch, batch, ragged, ragged, ragged, batch):
+        for decoder in (one, captured):
+            decoder.zero_grad(set_to_none=True)
+        expected, before = pass_of(one, parts), len(taken)
+        assert torch.equal(pass_of(captured, parts), expected)
+        for (name, want), got in zip(grads(one).items(), grads(captured).values(), strict=True):
+            alike = float(F.cosine_similarity(got.double().flatten(), want.double().flatten(), 0))
+            assert alike > 0.9999, f"{name}: {alike}"
+        assert parts is batch or len(taken) == before
+    layers = captured.spec.num_layers
+    assert len(taken) == 2 * layers, "launched once, captured once, replayed twice"
+    assert captured.graphs is not None and len(captured.graphs.passes) == 2
 
 
 def test_an_optimizer_step_is_seen() -> None:

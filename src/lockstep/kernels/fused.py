@@ -110,10 +110,13 @@ class FusedKernels(Protocol):
 
     # Packs in fixed storage ------------------------------------------------------------------------------------
 
-    def room(self, runs: Sequence[Run]) -> Hashable:
-        """What a static index must have room for, to hold these runs: equal for runs that one index can hold in turn."""
+    def room(self, runs: Sequence[Run], *, dense: bool) -> Hashable:
+        """What a static index must have room for, to hold these runs: equal for runs that one index can hold in turn. dense:
+        whether the gradient of attention may come from a library that takes whole sequences of one length only."""
 
-    def static_index(self, runs: Sequence[Run], group: int, device: torch.device) -> StaticIndex:
+    def static_index(
+        self, runs: Sequence[Run], group: int, device: torch.device, *, dense: bool
+    ) -> StaticIndex:
         """An index with room for these runs; they are not in it yet."""
 
     # Backward ------------------------------------------------------------------------------------------------

@@ -159,13 +159,15 @@ class HopperKernels(HopperGradients):
         """Pages, block tables and query tiles of packed runs."""
         return PackedIndex(tuple(runs), group, tables_of(runs, device))
 
-    def static_index(self, runs: Sequence[Run], group: int, device: torch.device) -> StaticIndex:
+    def static_index(
+        self, runs: Sequence[Run], group: int, device: torch.device, *, dense: bool
+    ) -> StaticIndex:
         """See `FusedKernels`."""
-        return StaticIndex(Room.of(runs), group, device)
+        return StaticIndex(Room.of(runs, dense=dense), group, device)
 
-    def room(self, runs: Sequence[Run]) -> Room:
+    def room(self, runs: Sequence[Run], *, dense: bool) -> Room:
         """See `FusedKernels`."""
-        return Room.of(runs)
+        return Room.of(runs, dense=dense)
 
     def attention(  # type: ignore[override]
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, index: Index, form: AttentionForm = PLAIN

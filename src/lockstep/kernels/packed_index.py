@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.kernels.attention_form import CHUNK, PAGE
 from lockstep.kernels.attention_index import Run
-from lockstep.kernels.gradient_index import GAP, KEY_TILE, QUERY_TILE, GradientIndex, gradient_index
+from lockstep.kernels.gradient_index import GAP, KEY_TILE, QUERY_TILE, Dense, GradientIndex, gradient_index
 from lockstep.kernels.upload import upload
 
 ALIGNED = 64
@@ -101,7 +101,8 @@ class PackedIndex:
 @dataclass(frozen=True)
 class Room:
     """What a static index can hold: exactly `rows` rows, at most so many runs and keys of all runs. block: rows of a tile of
-    queries. chunked: some row sees more than one chunk of keys. shared: some key belongs to several runs."""
+    queries. chunked: some row sees more than one chunk of keys. shared: some key belongs to several runs. batch: the rows are so
+    many whole sequences of one length, which a library may take for a dense batch; 0 where they aren't, or where none may."""
 
     rows: int
     runs: int
@@ -109,15 +110,17 @@ class Room:
     block: int
     chunked: bool
     shared: bool
+    batch: int
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> Room:
-        """For runs that cover all rows, and for others like them."""
+    def of(cls, runs: Sequence[Run], *, dense: bool = False) -> Room:
+        """For runs that cover all rows, and for others like them. dense: whether a library may take them for a dense batch."""
         rows, keys = sum(r.count for r in runs), [r.position + r.count for r in runs]
         count, shared = _up(len(runs), RUNS), any(r.position > 0 for r in runs)
         count = count if count <= MANY_RUNS else _up(count, MANY_RUNS)
         entries = _up(sum(keys), max(SHARED_ENTRIES, rows // 4)) if shared else rows
-        return cls(rows, count, entries, block_of(runs), max(keys) > CHUNK, shared)
+        batch = len(runs) if dense and not shared and len({run.count for run in runs}) == 1 else 0
+        return cls(rows, count, entries, block_of(runs), max(keys) > CHUNK, shared, batch)
 
     @property
     def pages(self) -> int:
@@ -158,13 +161,15 @@ class StaticIndex:
             key_tiles_N6=key_tiles_N6,
             query_tiles_N5=query_tiles_N5,
             spaced_rows=_up(room.rows + GAP * room.runs, 4),
-            dense=None,
+            dense=Dense(room.batch, room.rows // room.batch, None, 1.0) if room.batch else None,
         )
 
     def fill(self, runs: Sequence[Run]) -> None:
         """Puts in runs of this room."""
-        assert Room.of(runs) == self.room, "these runs have another room"
+        dense = self.room.batch > 0
+        assert Room.of(runs, dense=dense) == self.room, "these runs have another room"
         forward, backward = tables_of(runs), gradient_index(runs)
+        assert self.gradient.dense in (None, backward.dense), "rows of a batch lie in its order"
         prefill = forward.prefill
         self._small.fill([prefill.tiles_N4, prefill.table, backward.key_tiles_N6, backward.query_tiles_N5])
         self._large.fill([forward.rows_W, forward.slots_W, backward.order_W, backward.begin_S1])

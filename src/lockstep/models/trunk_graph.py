@@ -4,7 +4,7 @@ Launching a layer's kernels one by one takes a host some milliseconds, whatever 
 wait for it. A captured pass runs over fixed storage, so a pack is padded to one of few numbers of rows, and its index is put into
 a static one (`kernels/packed_index.py`). Rows of padding are one more sequence of zeros without gradient: no other row sees them.
 Forward rows keep their bits. Sums over tokens run over more rows than without, so weight gradients may round elsewhere; they
-have the same bits whenever the same pack meets the same weights.
+have the same bits whenever the same pack meets the same weights, unless the decoder is not `deterministic`.
 
 Weight gradients are added up in totals that stay, and become `.grad` of the parameters: hooks don't see them, and whoever keeps
 one beyond its step copies it, or takes other gradients under `Decoder.uncaptured`. (Embedding and head are no part of this;
@@ -80,8 +80,9 @@ class TrunkGraphs:
         self, decoder: Decoder, runs: tuple[Run, ...], context: DevicePacked, h_TK: Tensor
     ) -> CapturedPass:
         self._check_storage(decoder)
+        room = fused_kernels(decoder.kernels).room(runs, dense=not decoder.deterministic)
         key = (
-            fused_kernels(decoder.kernels).room(runs), context.scales is not None, context.quantize,
+            room, context.scales is not None, context.quantize,
             context.collector is not None, decoder.checkpointing, decoder.save_fp8, decoder.deterministic,
             tuple(p.requires_grad for p in decoder.parameters()),
         )  # fmt: skip
@@ -177,7 +178,9 @@ class CapturedPass:
         self.graphs, self.decoder, self.rows, self.quantize = graphs, decoder, rows, context.quantize
         self.kernels = fused_kernels(decoder.kernels)
         self.parameters = tuple(p for p in _parameters(decoder) if p.requires_grad)
-        self.index = self.kernels.static_index(runs, spec.query_group, device)
+        self.index = self.kernels.static_index(
+            runs, spec.query_group, device, dense=not decoder.deterministic
+        )
         self.scales: KVScales | None = None
         if context.scales is not None:
             self.scales = KVScales(torch.ones_like(context.scales.k), torch.ones_like(context.scales.v), 1)

@@ -142,8 +142,8 @@ def _stored_logits_grad(
     p = tl.load(p_ptr + row * V + c, mask=c < V, other=0.0).to(tl.float32)
     d = tl.where(own, _complement(log_prob), -p) * grad
     if ENTROPY:
-        # of the smallest normal number at least: zero has no logarithm, and smaller ones are taken for zero
-        log_p = tl.where(own, log_prob, LN2 * log2(tl.maximum(p, 1.17549435e-38)))
+        # of 2^-126 at least: zero has no logarithm, smaller numbers are taken for zero, and as a constant they would be FP64
+        log_p = tl.where(own, log_prob, LN2 * log2(tl.maximum(p, 1.1754944e-38)))
         p = tl.where(own, tl.exp(log_prob), p)
         d -= tl.load(grad_entropy_ptr + row) * p * (log_p + tl.load(entropy_ptr + row))
     tl.store(p_ptr + row * V + c, (d * (1.0 / temperature)).to(tl.bfloat16), mask=c < V)
