@@ -20,8 +20,10 @@ from lockstep.kernels.triton import (  # noqa: E402
     paged_attention,
     rope,
     swiglu_backward,
+    truncation,
 )
 from lockstep.kernels.triton import quantize as quantize_rows  # noqa: E402
+from lockstep.kernels.truncation import Truncation, threshold  # noqa: E402
 from lockstep.numerics.formats import BLOCK, E4M3, column_groups, row_groups, square_blocks  # noqa: E402
 from lockstep.numerics.quantize import Quantized, quantize  # noqa: E402
 
@@ -238,6 +240,27 @@ def swiglu(kind: str) -> None:
                     assert_columns(along, expected, kind)
 
 
+def truncated(_: str) -> None:
+    """Thresholds are the reference's, with ties, temperatures, several segments; kept ids are listed ascending, some cut off."""
+    top_k, min_p = [0, 5, 9999, 20, 3, 0, 96], [0.0, 0.0, 0.05, 0.01, 0.0, 1.0, 0.0]
+    top_p = [0.9, 0.8, 1.0, 0.5, 1.0, 1.0, 0.99]
+    temperature = torch.tensor([1.0, 0.7, 1.0, 1.3, 1.0, 1.0, 2.0])
+    most = torch.tensor([50, 9, 0, 5, 3, 1, 97], dtype=torch.int32)
+    asked = Truncation.of(top_k, min_p, top_p, torch.device("cpu"))
+    for vocabulary in (97, 5001):
+        x = 3 * torch.randn(7, vocabulary)
+        x[1] = (4 * x[1]).round() / 4
+        cooled = x / temperature[:, None]
+        expected = threshold(cooled, asked)
+        found = truncation.truncation_threshold(x, temperature, *asked.parts)
+        assert torch.equal(found, expected), (found, expected)
+        ids, count = truncation.kept_ids(x, temperature, found, most, 64)
+        for row in range(7):
+            kept = (cooled[row] >= expected[row]).nonzero()[:, 0] if most[row] else torch.empty(0)
+            assert int(count[row]) == len(kept)
+            assert ids[row, : min(len(kept), 64)].tolist() == kept[:64].tolist()
+
+
 def head_gradient(_: str) -> None:
     """The gradient of logits over stored probabilities, and from logits, next to autograd's in float64. Vocabularies are no whole
     segments; temperatures, targets of p near one, probabilities that underflow."""
@@ -338,6 +361,7 @@ CHECKS = {
         paged,
         swiglu,
         head_gradient,
+        truncated,
         widen,
         faults,
     )

@@ -70,7 +70,7 @@ def load(pointer: Pointer, mask: Any = None, other: float = 0.0, **_: object) ->
     """`gl.load`."""
     places, wanted = pointer.at(mask)
     found = pointer.whole[places]
-    raw, rest = found.view(_bits(found)), torch.full((1,), other).to(found.dtype)
+    raw, rest = found.view(_bits(found)), torch.full((), other).to(found.dtype)
     return value(torch.where(wanted, raw, rest.view(_bits(found))).view(found.dtype))
 
 
@@ -349,6 +349,7 @@ def language() -> ModuleType:
         maximum=lambda a, b, **_: torch.maximum(a, _like(a, b)),
         minimum=lambda a, b, **_: torch.minimum(a, _like(a, b)),
         sum=lambda x, axis: x.sum(axis),
+        cumsum=lambda x, axis: x.cumsum(axis, dtype=x.dtype),
         max=lambda x, axis: x.amax(axis),
         reduce=lambda x, axis, _larger: x.amax(axis),
         div_rn=lambda a, b: (a if isinstance(a, Tensor) else value(a)) / b,
@@ -367,7 +368,18 @@ def shared_language(gl: ModuleType) -> MagicMock:
     """`triton.language`, as far as kernels under test use it: `gl` has it all."""
     names = ("bfloat16", "float32", "int32", "int64", "float8e4nv", "constexpr", "expand_dims", "sum")
     names += ("program_id", "arange", "zeros", "zeros_like", "load", "store", "exp")
-    names += ("div_rn", "sqrt_rn", "fma", "minimum", "maximum", "where", "inline_asm_elementwise")
+    names += (
+        "full",
+        "max",
+        "cumsum",
+        "div_rn",
+        "sqrt_rn",
+        "fma",
+        "minimum",
+        "maximum",
+        "where",
+        "inline_asm_elementwise",
+    )
     return MagicMock(**{name: getattr(gl, name) for name in names})
 
 

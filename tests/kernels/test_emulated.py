@@ -37,6 +37,10 @@ def test_gradient_of_the_head() -> None:
     emulated("head_gradient", "fp32", "early")
 
 
+def test_truncation() -> None:
+    emulated("truncated", "fp32", "early")
+
+
 def test_codes_are_widened_exactly() -> None:
     emulated("widen", "fp32", "early")
 

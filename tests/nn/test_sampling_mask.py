@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.kernels.reference import ReferenceKernels
 from lockstep.nn.head import CHUNK, Table
-from lockstep.nn.sampling_mask import Kept, SamplingMask
+from lockstep.nn.sampling_mask import Kept, KeptRows, SamplingMask
 from lockstep.numerics.flow import Flow, bf16_flow
 
 ROWS, HIDDEN, VOCABULARY = CHUNK + 75, 48, 131
@@ -131,3 +131,23 @@ def test_joined_and_selected_masks_hold_the_same_ids() -> None:
     assert whole.select(chosen) == SamplingMask.of([k for i, k in enumerate(kept) if i % 3 == 1])
     assert whole.rows(0, 1) is None and whole.rows(0, 2) is not None
     assert whole.counts_N.tolist() == [0 if k is None else len(k[0]) for k in kept]
+
+
+def test_ids_with_a_fixed_room_have_the_same_normalizers() -> None:
+    """As captured decode steps list them, from raw logits, with anything behind a row's ids."""
+    generator = torch.Generator().manual_seed(3)
+    raw = 5 * torch.randn(6, 700, generator=generator)
+    temperature = torch.tensor([1.0, 0.7, 1.3, 1.0, 0.9, 1.0])
+    counts = [1, 17, 64, 0, 300, 5]
+    kept = [torch.randperm(700, generator=generator)[:n].sort().values.int() for n in counts]
+    logits = raw / temperature[:, None]
+    full = logits.logsumexp(1)
+    rows = SamplingMask.of([(ids, 0.5) if len(ids) else None for ids in kept]).rows(0, 6)
+    assert rows is not None
+    expected = rows.log_normalizer(logits, full)
+    for width in (512, 1024):
+        listed = torch.full((6, width), 2**31 - 1, dtype=torch.int32)
+        for row, ids in enumerate(kept):
+            listed[row, : len(ids)] = ids
+        fixed = KeptRows.first(listed, torch.tensor(counts, dtype=torch.int32))
+        assert torch.equal(fixed.normalizer_of(fixed.gathered(raw, temperature), full), expected)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.errors import ContractError
+from lockstep.errors import CapacityError, ContractError
 from lockstep.kernels.attention_index import Run
 from lockstep.models.spec import PRESETS
 from lockstep.nn.kv_scales import KVScales
@@ -178,6 +178,82 @@ def test_a_prompt_longer_than_a_pass_with_every_row_taken(kernels: Any) -> None:
     roomy = engine(decoder, 8, 16384).generate(asked, seed=4, step=0, expected_version=1)
     one = engine(decoder, 1, 4096, max_batched_tokens=256)
     assert by_sample(one.generate(asked, seed=4, step=0, expected_version=1)) == by_sample(roomy)
+
+
+TRUNCATED = [
+    SamplingParams(40, 0.8, top_k=5),
+    SamplingParams(60, 1.0, top_p=0.9, top_k=2000, max_kept=2000),
+    SamplingParams(50),
+    SamplingParams(33, 1.2, min_p=0.02, top_p=0.95, top_k=300, max_kept=300),
+    SamplingParams(30, 0.0, top_k=20, max_kept=20),
+    SamplingParams(45, 1.0, top_k=7, max_kept=7),
+]
+
+
+@torch.no_grad()
+def test_truncated_draws_are_captured_too_case_37(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by step with the host in between, in windows, captured or not, under any schedule: the same tokens, log-probabilities
+    and kept ids, and the training forward has the same bits over what was recorded."""
+    from lockstep.bench.random_model import random_decoder
+    from lockstep.nn.packed import packed_context
+    from lockstep.nn.sampling_mask import SamplingMask
+    from lockstep.rollout.engine import EmbeddedEngine
+
+    spec = replace(PRESETS["qwen3-0.6b"], num_layers=2)
+    decoder = random_decoder(spec, fp8_flow(kv_fp8=True), kernels, torch.device("cuda"))
+    draw = random.Random(5)
+    asked = [
+        Request(tuple(draw.randrange(1000) for _ in range(40 + 30 * i)), i, 3, p)
+        for i, p in enumerate(TRUNCATED)
+    ]
+
+    def all_of(found: list[Completion]) -> list[tuple[Any, ...]]:
+        ordered = sorted(found, key=lambda c: (c.prompt_index, c.sample_index))
+        return [(c.token_ids, c.logprobs, c.sampling_mask) for c in ordered]
+
+    windows = engine(decoder, 32, 20000)
+    first = windows.generate(asked, seed=1, step=0, expected_version=1)
+    assert windows.state is not None and windows.state.truncated is not None, "it went through windows"
+    for rows, options in ((7, {"max_batched_tokens": 100, "window": 3}), (32, {"cuda_graphs": False})):
+        other = engine(decoder, rows, 20000, **options)
+        assert all_of(other.generate(asked[::-1], seed=1, step=0, expected_version=1)) == all_of(first)
+    plain = engine(decoder, 32, 20000)
+    full = [replace(r, params=SamplingParams(30)) for r in asked]
+    before = plain.generate(full, seed=1, step=0, expected_version=1)
+    assert by_sample(windows.generate(full, seed=1, step=0, expected_version=1)) == by_sample(before)
+    assert all_of(windows.generate(asked, seed=1, step=0, expected_version=1)) == all_of(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddedEngine, "_loops", lambda self, requests: False)
+        assert all_of(
+            engine(decoder, 32, 20000).generate(asked, seed=1, step=0, expected_version=1)
+        ) == all_of(first)
+    for c in first:
+        recorded = c.params.records
+        assert (c.sampling_mask is not None) == recorded
+        ids = torch.tensor([*c.prompt_ids, *c.token_ids[:-1]])
+        index = kernels.index([Run(0, len(ids), 0, torch.arange(len(ids)))], spec.query_group, decoder.device)
+        positions = torch.arange(len(ids), device=decoder.device)
+        context = packed_context(positions, index, kernels, scales=scales_of(decoder, decoder.device))
+        hidden = decoder.hidden(ids.to(decoder.device), context)[len(c.prompt_ids) - 1 :]
+        mask = c.sampling_mask if recorded else None
+        assert mask is None or isinstance(mask, SamplingMask)
+        temperature = torch.full((len(c.token_ids),), c.params.score_temperature, device=decoder.device)
+        targets = torch.tensor(c.token_ids, device=decoder.device)
+        logp, _ = decoder.head.log_probs(hidden, targets, temperature, mask)
+        assert torch.equal(logp.cpu(), torch.tensor(c.logprobs)), c.params
+        if mask is not None:
+            kept = [part.tolist() for part in mask.ids_M.split(mask.counts_N.tolist())]
+            assert all(token in some for token, some in zip(c.token_ids, kept, strict=True))
+
+
+def test_more_ids_than_are_recorded_end_a_generation(kernels: Any) -> None:
+    from lockstep.bench.random_model import random_decoder
+
+    spec = replace(PRESETS["qwen3-0.6b"], num_layers=2)
+    decoder = random_decoder(spec, fp8_flow(kv_fp8=True), kernels, torch.device("cuda"))
+    asked = [Request((1, 2, 3), 0, 2, SamplingParams(20, top_p=0.99, max_kept=3))]
+    with pytest.raises(CapacityError, match="truncation keeps .* at most 3 are recorded"):
+        engine(decoder, 4, 4096).generate(asked, seed=5, step=0, expected_version=1)
 
 
 def test_a_row_stops_at_its_stop_token_and_at_its_limit(kernels: Any) -> None:

@@ -12,18 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.errors import CapacityError
+from lockstep.kernels.truncation import threshold
 from lockstep.models.decoder import Decoder
 from lockstep.nn.head import CHUNK
 from lockstep.nn.sampling_mask import SamplingMask
 from lockstep.rollout.noise import row_keys
-from lockstep.rollout.sampler import draw, truncate
+from lockstep.rollout.sampler import draw, truncation_of
 from lockstep.rollout.types import SamplingParams
 
 MakeDecoder = Callable[..., Decoder]
 
 
 def allowed(logits: list[float], params: SamplingParams) -> set[int]:
-    """Plain reference: top-k, then min-p, then the smallest set of the most probable whose mass reaches top-p."""
+    """Plain reference: top-k, then min-p, then the smallest set of the most probable whose mass reaches top-p; always with all
+    that are as likely as the last of them."""
     left = list(range(len(logits)))
     if params.top_k:
         floor = sorted(logits, reverse=True)[: params.top_k][-1]
@@ -40,6 +42,7 @@ def allowed(logits: list[float], params: SamplingParams) -> set[int]:
                 break
             left.append(i)
             mass += math.exp(logits[i]) / total
+        left = [i for i in ordered if logits[i] >= logits[left[-1]]]
     return set(left)
 
 
@@ -56,12 +59,30 @@ LOGITS = st.lists(st.integers(-24, 24).map(lambda i: i / 4), min_size=1, max_siz
 def test_truncation_is_the_references(logits: list[float], top_k: int, top_p: float, min_p: float) -> None:
     params = SamplingParams(4, top_k=top_k, top_p=top_p, min_p=min_p)
     row = torch.tensor(logits)
-    out = truncate(row, params)
-    kept = set(torch.isfinite(out).nonzero().flatten().tolist())
+    (least,) = threshold(row[None], truncation_of([params], torch.device("cpu")))
+    kept = set((row >= least).nonzero().flatten().tolist())
     assert kept == allowed(logits, params)
     assert int(row.argmax()) in kept, "the largest always stays"
-    assert torch.equal(out[torch.isfinite(out)], row[torch.isfinite(out)]), "what stays is not changed"
-    assert torch.equal(row, torch.tensor(logits)), "and the input isn't either"
+    assert torch.equal(row, torch.tensor(logits)), "the input isn't changed"
+
+
+def test_a_threshold_is_the_row_s_own() -> None:
+    """Whatever lies beside it, and however long the row."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(40, 30_001, generator=generator)
+    some = [
+        SamplingParams(1, top_k=k, top_p=p, min_p=m)
+        for k, p, m in ((0, 0.9, 0.0), (50, 1.0, 0.0), (0, 1.0, 0.02), (400, 0.5, 1e-4), (0, 1.0, 0.0))
+    ] * 8
+    together = threshold(logits, truncation_of(some, torch.device("cpu")))
+    for i, p in enumerate(some):
+        alone = threshold(logits[i : i + 1], truncation_of([p], torch.device("cpu")))
+        assert torch.equal(alone, together[i : i + 1])
+    assert together[4::5].eq(-torch.inf).all()
+    mass = logits[::5].double().softmax(1).masked_fill(logits[::5] < together[::5, None], 0.0)
+    smallest = mass.masked_fill(mass == 0, 1.0).amin(1)
+    assert bool((mass.sum(1) > 0.9 - 1e-5).all() and (mass.sum(1) - smallest < 0.9 + 1e-5).all())
+    assert (logits[1::5] >= together[1::5, None]).sum(1).tolist() == [50] * 8
 
 
 def rows_of(decoder: Decoder, count: int, seed: int = 0) -> Tensor:
@@ -181,9 +202,9 @@ def test_the_trainer_scores_recorded_draws_bit_for_bit_case_37(make_decoder: Mak
 
 def test_more_ids_than_are_recorded_are_refused_case_37(make_decoder: MakeDecoder) -> None:
     decoder = make_decoder()
-    params = [SamplingParams(1), SamplingParams(1, top_k=9, max_kept=8)]
+    params = [SamplingParams(1), SamplingParams(1, top_k=30, max_kept=8)]
     with pytest.raises(
-        CapacityError, match=r"rollout.max_kept: truncation keeps 9 ids of a token.*at most 8"
+        CapacityError, match=r"rollout.max_kept: truncation keeps 30 ids of a token.*at most 8"
     ):
         draw(rows_of(decoder, 2), decoder.head, params, keys_of(2))
     assert draw(

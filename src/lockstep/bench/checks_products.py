@@ -19,6 +19,7 @@ from lockstep.bench.check import Check, Size, near, poisoned, same
 from lockstep.bench.products import NARROW_ROWS, forms, random_rows
 from lockstep.bench.shapes import LinearShape, heads, linears
 from lockstep.kernels.reference import block_matmul
+from lockstep.kernels.truncation import Truncation, threshold
 from lockstep.numerics.formats import BLOCK, square_blocks
 from lockstep.numerics.quantize import Quantized, quantize
 from lockstep.rollout import noise
@@ -133,6 +134,7 @@ def head_checks(size: Size) -> Iterator[Check]:
         chosen = head.target_log_prob(x, t, found, target.cuda())
     yield near("target_log_prob", case, log_prob, chosen)
     yield from _sample_checks(logits, temperature, case)
+    yield from _truncation_checks(logits, temperature, case)
 
 
 def _sample_checks(logits: Tensor, temperature: Tensor, case: str) -> Iterator[Check]:
@@ -153,6 +155,33 @@ def _sample_checks(logits: Tensor, temperature: Tensor, case: str) -> Iterator[C
     ties[1, [vocabulary - 1, vocabulary // 2, 7]] = 1.0
     greedy = head.sample(ties.cuda(), torch.zeros(2).cuda(), states[:2].cuda(), positions[:2].cuda())
     yield same("sample", f"greedy, ties to the lower token, {case}", torch.tensor([0, 7]), greedy)
+
+
+def _truncation_checks(logits: Tensor, temperature: Tensor, case: str) -> Iterator[Check]:
+    """Top-k and min-p to the bit; of top-p the mass that is kept, since the last bit of an exponential is the device's own."""
+    from lockstep.kernels.triton.truncation import kept_ids, truncation_threshold
+
+    rows = len(logits)
+    scaled = (logits.cuda() / temperature.cuda()[:, None]).cpu()
+    for what, top_k, min_p, top_p in (("top-k and min-p", 50, 1e-3, 1.0), ("top-p", 4000, 0.0, 0.9)):
+        asked = Truncation.of([top_k] * rows, [min_p] * rows, [top_p] * rows, torch.device("cuda"))
+        given = (logits.cuda(), temperature.cuda())
+        with poisoned():
+            least = truncation_threshold(*given, *asked.parts)
+        expected = threshold(scaled, Truncation(*(x.cpu() for x in asked.parts)))
+        if top_p == 1.0:
+            yield same("truncation", f"{what}, {case}", expected, least)
+        else:
+            mass = [
+                scaled.double().softmax(1).masked_fill(scaled < x[:, None], 0.0).sum(1)
+                for x in (expected, least.cpu())
+            ]
+            yield near("truncation", f"{what}, {case}", mass[0], mass[1], 60.0)
+        with poisoned():
+            ids, count = kept_ids(*given, least, torch.ones_like(asked.top_k_R), 4096)
+        inside = scaled >= least.cpu()[:, None]
+        listed = torch.cat([some[:n] for some, n in zip(ids.cpu(), count.tolist(), strict=True)])
+        yield same("kept ids", f"{what}, {case}", inside.nonzero()[:, 1].float(), listed.float())
 
 
 def draw_state(*numbers: int) -> int:

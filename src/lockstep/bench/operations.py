@@ -272,6 +272,7 @@ def _head(make: Maker) -> list[Call]:
     logits, temperature, normalizer = make.some(T, V, dtype=FP32), make.positive(T), make.positive(T) + 9
     targets, number = make.whole(T, below=V), [dense(T, dtype=FP32)]
     grads = (targets, temperature, normalizer, make.positive(T), make.positive(T))
+    counts = make.whole(T, below=V).int()
     return [
         Call("log_normalizer", (logits, temperature), number),
         Call("target_log_prob", (logits, temperature, normalizer, targets), number),
@@ -283,6 +284,23 @@ def _head(make: Maker) -> list[Call]:
             "sample",
             (logits, temperature, make.whole(T, below=1 << 40), make.whole(T, below=99)),
             [dense(T, dtype=torch.int64)],
+        ),
+        Call(
+            "sample",
+            (
+                logits,
+                temperature,
+                make.whole(T, below=1 << 40),
+                make.whole(T, below=99),
+                make.some(T, dtype=FP32),
+            ),
+            [dense(T, dtype=torch.int64)],
+        ),
+        Call("truncation_threshold", (logits, temperature, counts, make.some(T, dtype=FP32), counts), number),
+        Call(
+            "kept_ids",
+            (logits, temperature, make.some(T, dtype=FP32), counts, 64),
+            [dense(T, 64, dtype=torch.int32), dense(T, dtype=torch.int32)],
         ),
         Call("logits_grad", (logits, *grads, make.positive(T), make.some(T, V)), []),
         Call("logits_grad", (logits, *grads, None, make.some(T, V)), []),

@@ -31,6 +31,8 @@ from lockstep.kernels.table import WORKSPACE
 from lockstep.kernels.triton import attention, head, norm, rope, swiglu
 from lockstep.kernels.triton import quantize as rows
 from lockstep.kernels.triton.fingerprint import fingerprints
+from lockstep.kernels.triton.truncation import truncation_threshold
+from lockstep.kernels.truncation import Truncation
 from lockstep.numerics.fingerprint import Fingerprint
 from lockstep.numerics.formats import BLOCK, E4M3, Operand, ScaleKind
 from lockstep.numerics.quantize import Quantized
@@ -226,6 +228,11 @@ class HopperKernels(HopperGradients):
     def log_normalizer(self, logits_TV: Tensor) -> Tensor:
         """log sum exp [T] FP32, by the launches that the sampler uses."""
         return head.log_normalizer(logits_TV, torch.ones(len(logits_TV), device=logits_TV.device))
+
+    def threshold(self, logits_RV: Tensor, truncation: Truncation) -> Tensor:
+        """See `truncation.threshold`; by the launch that the captured step uses."""
+        ones = torch.ones(len(logits_RV), device=logits_RV.device)
+        return truncation_threshold(logits_RV.contiguous(), ones, *truncation.parts)
 
 
 def packed_pages(

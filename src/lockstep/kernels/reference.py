@@ -25,6 +25,7 @@ from lockstep.kernels.reference_attention import attention_backward, attention_f
 from lockstep.kernels.reference_moe import combine, router_scores, top_experts
 from lockstep.kernels.renew import Renewed, Source, renew
 from lockstep.kernels.rowwise import row_matmul, tree_sum
+from lockstep.kernels.truncation import Truncation, threshold
 from lockstep.numerics.fingerprint import Fingerprint, fingerprint
 from lockstep.numerics.formats import BLOCK, E4M3_MAX, Operand
 from lockstep.numerics.quantize import Quantized, quantize, to_codes, values_of, widen
@@ -233,6 +234,10 @@ class ReferenceKernels:
         """log sum exp [T] FP32 of FP32 logits."""
         peak = logits_TV.amax(-1)
         return peak + tree_sum((logits_TV - peak[:, None]).exp_()).log()
+
+    def threshold(self, logits_RV: Tensor, truncation: Truncation) -> Tensor:
+        """The least logit [R] FP32 that truncation leaves, of FP32 logits over their temperature."""
+        return threshold(logits_RV, truncation)
 
     def entropy(self, logits_TV: Tensor, log_normalizer_T: Tensor) -> Tensor:
         """Entropy [T] FP32, in nats; overwrites the logits."""

@@ -106,6 +106,13 @@ class KeptRows:
     ids_CW: Tensor
     inside_CW: Tensor
 
+    @staticmethod
+    def first(ids_CW: Tensor, count_C: Tensor) -> KeptRows:
+        """The first so many ids of each row."""
+        width = torch.arange(ids_CW.shape[1], device=ids_CW.device)
+        inside = width < count_C[:, None]
+        return KeptRows(ids_CW.long().masked_fill_(~inside, 0), inside)
+
     @property
     def recorded_C(self) -> Tensor:
         """Whether a token recorded anything; the others are normalised over the vocabulary."""
@@ -113,14 +120,17 @@ class KeptRows:
 
     def log_normalizer(self, logits_CV: Tensor, full_C: Tensor) -> Tensor:
         """log sum exp [C] FP32 over each token's kept ids; `full_C`, over the vocabulary, for tokens without any."""
-        logits_CW = self._gather(logits_CV)
+        return self.normalizer_of(self.gathered(logits_CV), full_C)
+
+    def normalizer_of(self, logits_CW: Tensor, full_C: Tensor) -> Tensor:
+        """The same of the kept ids' logits, [C, W] FP32, -inf where padded."""
         peak = logits_CW.amax(-1)
         kept = peak + tree_sum((logits_CW - peak[:, None]).exp_()).log()
         return torch.where(self.recorded_C, kept, full_C)
 
     def entropy(self, logits_CV: Tensor, log_normalizer_C: Tensor) -> Tensor:
         """Entropy [C] FP32 of the renormalised distributions, in nats; meaningless for tokens without kept ids."""
-        log_q = self._gather(logits_CV) - log_normalizer_C[:, None]
+        log_q = self.gathered(logits_CV) - log_normalizer_C[:, None]
         return -tree_sum((log_q.exp() * log_q).masked_fill_(~self.inside_CW, 0.0))
 
     def outside(self, vocabulary: int) -> Tensor:
@@ -130,5 +140,8 @@ class KeptRows:
         inside[row, self.ids_CW[row, column]] = True
         return ~inside & self.recorded_C[:, None]
 
-    def _gather(self, logits_CV: Tensor) -> Tensor:
-        return logits_CV.gather(1, self.ids_CW).masked_fill_(~self.inside_CW, -torch.inf)
+    def gathered(self, logits_CV: Tensor, temperature_C: Tensor | None = None) -> Tensor:
+        """Each token's kept logits [C, W], -inf where padded; over the temperature if that is given."""
+        logits_CW = logits_CV.gather(1, self.ids_CW)
+        logits_CW = logits_CW if temperature_C is None else logits_CW.div_(temperature_C[:, None])
+        return logits_CW.masked_fill_(~self.inside_CW, -torch.inf)

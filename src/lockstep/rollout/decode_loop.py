@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lockstep.errors import ContractError
 from lockstep.nn.kv_scales import KVScales
+from lockstep.rollout.draws import Draws
 from lockstep.rollout.noise import row_state
 from lockstep.rollout.runner import Runner
 from lockstep.rollout.scheduler import Scheduler
@@ -41,8 +42,7 @@ class Flight:
     """Steps that were launched: whose rows, and where their draws will be (pinned host memory) once `event` has passed."""
 
     owners: tuple[Sequence | None, ...]
-    token: Tensor
-    logp: Tensor
+    draws: Draws
     flag: Tensor
     event: torch.cuda.Event
 
@@ -72,6 +72,7 @@ class DecodeLoop:
             torch.zeros(state.table.shape, dtype=torch.int32).pin_memory() for _ in range(AHEAD + 2)
         ]
         state.use_scales(scales)
+        state.truncate([s.group.request.params for s in scheduler.waiting])
         state.check_storage()
         state.alive.zero_()  # a generation that was broken off leaves rows that run
         state.flag.zero_()
@@ -95,7 +96,7 @@ class DecodeLoop:
         for flight in self.flights:
             for owner in flight.owners:
                 if owner in flying:
-                    flying[owner] += len(flight.token)
+                    flying[owner] += len(flight.draws.token)
         return any(len(s.output) + n < s.group.request.params.max_tokens for s, n in flying.items())
 
     def admit(self) -> None:
@@ -136,16 +137,15 @@ class DecodeLoop:
                     offset + len(sequence.output),
                     offset + params.max_tokens,
                     row_state(self.seed, self.step, request.prompt_index, sequence.sample_index),
-                    params.temperature,
-                    tuple(sorted(params.stop_token_ids)),
+                    params,
                 )
             )
             self.owners[row], self.row_of[sequence] = sequence, row
         hidden = torch.stack([s.hidden for s in ready if s.hidden is not None])
-        token, logp = self.state.enter(hidden, entries)
+        draws = self.state.enter(hidden, entries)
         for sequence in ready:
             sequence.hidden, sequence.decoding = None, True
-        self.note(tuple(ready), token[None], logp[None])
+        self.note(tuple(ready), Draws(*(x[None] for x in draws.tensors)))
 
     def reserve(self) -> None:
         """Pages for what may be written until this window ends; preempts when there are none left."""
@@ -186,22 +186,22 @@ class DecodeLoop:
         half = (self.windows % 2) * state.window
         rows = slice(half, half + state.window)
         self.windows += 1
-        self.note(tuple(self.owners[:batch]), state.out_token[rows, :batch], state.out_logp[rows, :batch])
+        self.note(tuple(self.owners[:batch]), state.out(rows, batch))
 
-    def note(self, owners: tuple[Sequence | None, ...], token: Tensor, logp: Tensor) -> None:
+    def note(self, owners: tuple[Sequence | None, ...], draws: Draws) -> None:
         """Copies draws to the host behind the work that makes them."""
         copies = [
             torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-            for x in (token, logp, self.state.flag)
+            for x in (*draws.tensors, self.state.flag)
         ]
         event = torch.cuda.Event()
         event.record()
-        self.flights.append(Flight(owners, copies[0], copies[1], copies[2], event))
+        self.flights.append(Flight(owners, Draws(*copies[:-1]), copies[-1], event))
 
     def read(self) -> None:
         """Takes in what the oldest steps in flight drew.
 
-        Raises ContractError when a key or value was not finite.
+        Raises ContractError when a key or value was not finite, CapacityError when truncation kept more ids than are recorded.
         """
         flight = self.flights.popleft()
         begun = time.perf_counter()
@@ -209,14 +209,15 @@ class DecodeLoop:
         self.waited += time.perf_counter() - begun
         if int(flight.flag):
             raise ContractError("non-finite key or value on its way into the cache")
-        tokens, logps = flight.token.t().tolist(), flight.logp.t().tolist()
-        for sequence, drawn, scores in zip(flight.owners, tokens, logps, strict=True):
+        tokens, logps = flight.draws.token.t().tolist(), flight.draws.logp.t().tolist()
+        for row, (sequence, drawn, scores) in enumerate(zip(flight.owners, tokens, logps, strict=True)):
             if sequence is None or sequence.finish_reason is not None:
                 continue
-            for token, logp in zip(drawn, scores, strict=True):
+            params = sequence.group.request.params
+            for step, (token, logp) in enumerate(zip(drawn, scores, strict=True)):
                 if token < 0:
                     break
-                sequence.take(token, logp, None)
+                sequence.take(token, logp, flight.draws.kept(step, row, params) if params.records else None)
                 sequence.computed = len(sequence.tokens) - 1
                 reason = self.finish_reason(sequence, token)
                 if reason is not None:

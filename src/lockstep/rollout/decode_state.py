@@ -10,7 +10,7 @@ Next: `decode_loop.py`, which fills rows, launches windows of steps and reads wh
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,17 @@ from lockstep.kernels.attention_form import CHUNK
 from lockstep.kernels.triton import head as sampling
 from lockstep.kernels.triton import steps
 from lockstep.kernels.triton.attention import DecodeIndex
+from lockstep.kernels.triton.truncation import kept_ids, truncation_threshold
+from lockstep.kernels.truncation import Truncation
 from lockstep.kernels.upload import upload
 from lockstep.models.decoder import Decoder
 from lockstep.nn.device_context import DevicePages
 from lockstep.nn.kv_scales import KVScales
+from lockstep.nn.sampling_mask import KeptRows
 from lockstep.rollout.device_cache import MAX_STOPS, DeviceCache
+from lockstep.rollout.draws import Draws
+from lockstep.rollout.sampler import truncation_of
+from lockstep.rollout.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -36,12 +42,45 @@ class Entry:
     drawn: int
     limit: int
     noise: int
-    temperature: float
-    stops: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """Truncation of every row, and where draws leave what was kept. most_R: int32, how many ids a row records, or 0. Outputs are
+    those of `Draws`, of as many steps as `DecodeState.out_token` has; None where no row of the generation records."""
+
+    rows: Truncation
+    most_R: Tensor
+    out_count: Tensor | None
+    out_ids: Tensor | None
+    out_mass: Tensor | None
+
+    @classmethod
+    def empty(cls, rows: int, steps: int, width: int, device: torch.device) -> Truncated:
+        """No truncation; room for `width` ids."""
+        none = Truncation.of([0] * rows, [0.0] * rows, [1.0] * rows, device)
+        most = torch.zeros(rows, dtype=torch.int32, device=device)
+        if not width:
+            return cls(none, most, None, None, None)
+        count, ids = most.repeat(steps, 1), most.repeat(steps, 1)[..., None].repeat(1, 1, width)
+        return cls(none, most, count, ids, count.float())
+
+    @property
+    def width(self) -> int:
+        """Ids of a draw that there is room for."""
+        return 0 if self.out_ids is None else self.out_ids.shape[2]
+
+    def first(self, batch: int) -> Truncated:
+        """Of the first rows."""
+        rows = Truncation(*(x[:batch] for x in self.rows.parts))
+        outs = (None if x is None else x[:, :batch] for x in (self.out_count, self.out_ids, self.out_mass))
+        return Truncated(rows, self.most_R[:batch], *outs)
 
 
 class DecodeState:
-    """Rows of the running batch. table_RP: int32 pages of every row, [rows, pages of the longest sequence]."""
+    """Rows of the running batch. table_RP: int32 pages of every row, [rows, pages of the longest sequence]. truncated: None in a
+    generation that truncates nothing, whose steps don't look for it."""
 
     def __init__(
         self, decoder: Decoder, cache: DeviceCache, rows: int, longest: int, window: int, *, graphs: bool
@@ -65,7 +104,9 @@ class DecodeState:
         self.cursor = numbers(torch.int32, 1)
         self.flag = numbers(torch.int32, 1)
         self.scales: KVScales | None = None
-        self._captured: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.truncated: Truncated | None = None
+        self._room: Truncated | None = None
+        self._captured: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._signature: tuple[int, ...] = ()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -79,6 +120,18 @@ class DecodeState:
             self.scales.k.copy_(scales.k)
             self.scales.v.copy_(scales.v)
 
+    def truncate(self, params: Sequences[SamplingParams]) -> None:
+        """Prepares for requests with these parameters. Captured steps that leave fewer ids are forgotten."""
+        if not any(p.truncated for p in params):
+            self.truncated = None
+            return
+        most = max(p.room for p in params)
+        width = 1 << (most - 1).bit_length() if most else 0
+        if self._room is None or self._room.width < width:
+            self._captured = {key: graph for key, graph in self._captured.items() if not key[2]}
+            self._room = Truncated.empty(self.rows, len(self.out_token), width, self.token.device)
+        self.truncated = self._room
+
     def check_storage(self) -> None:
         """Forgets captured steps when a working copy has moved to other storage since, or the rotary table has grown."""
         signature = self.decoder.places()
@@ -88,8 +141,8 @@ class DecodeState:
             self._pool = torch.cuda.graph_pool_handle()
 
     @torch.no_grad()
-    def enter(self, hidden_NK: Tensor, entries: Sequences[Entry]) -> tuple[Tensor, Tensor]:
-        """Draws the next token of each entry from its hidden state and fills its row; (tokens, log-probabilities) [N]."""
+    def enter(self, hidden_NK: Tensor, entries: Sequences[Entry]) -> Draws:
+        """Draws the next token of each entry [N] from its hidden state and fills its row."""
         device = hidden_NK.device
 
         def column(values: list[Any]) -> Tensor:
@@ -98,10 +151,23 @@ class DecodeState:
         row = column([e.row for e in entries])
         drawn, limit = column([e.drawn for e in entries]), column([e.limit for e in entries])
         noise = column([e.noise for e in entries])
-        temperature = column([e.temperature for e in entries])
+        temperature = column([e.params.temperature for e in entries])
         score = torch.where(temperature > 0, temperature, 1.0)
-        stops = column([[*e.stops, *[-1] * (MAX_STOPS - len(e.stops))] for e in entries])
-        token, logp = self._draw(hidden_NK, temperature, score, noise, drawn)
+        stops = column(
+            [[*s, *[-1] * (MAX_STOPS - len(s))] for s in (sorted(e.params.stop_token_ids) for e in entries)]
+        )
+        truncated = None
+        if self.truncated is not None:
+            params = [e.params for e in entries]
+            some = truncation_of(params, device)
+            most = column([p.room for p in params]).int()
+            for target, value in zip(
+                (*self.truncated.rows.parts, self.truncated.most_R), (*some.parts, most), strict=True
+            ):
+                target.index_copy_(0, row, value)
+            truncated = replace(self.truncated, rows=some, most_R=most)
+        draws = self._draw(hidden_NK, temperature, score, noise, drawn, truncated)
+        token = draws.token
         going = (drawn + 1 < limit) & (stops != token[:, None]).all(1)
         values = (
             (self.token, token),
@@ -116,7 +182,7 @@ class DecodeState:
         )
         for target, value in values:
             target.index_copy_(0, row, value)
-        return token, logp
+        return draws
 
     def kill(self, rows: Sequences[int]) -> None:
         """Makes rows harmless."""
@@ -136,6 +202,7 @@ class DecodeState:
             self.score_temperature,
             self.stops,
             self.alive,
+            *(() if self.truncated is None else (*self.truncated.rows.parts, self.truncated.most_R)),
         ):
             x[:count] = x[index]
         self.alive[count:] = 0
@@ -150,12 +217,12 @@ class DecodeState:
             for _ in range(self.window):
                 self._step(batch, splits)
             return
-        key = (batch, splits)
+        key = (batch, splits, self.truncated is not None)
         if key not in self._captured:
             longer = splits * CHUNK < self.pages * self.cache.page_size and not self._captured
             self._captured[key] = self._capture(batch, splits)
             if longer:
-                self._captured[batch, splits + 1] = self._capture(batch, splits + 1)
+                self._captured[batch, splits + 1, key[2]] = self._capture(batch, splits + 1)
         for _ in range(self.window):
             self._captured[key].replay()
 
@@ -191,16 +258,23 @@ class DecodeState:
             self.flag,
         )
         hidden = self.decoder.hidden(self.token[:batch], context)  # type: ignore[arg-type]
-        token, logp = self._draw(
+        truncated = None if self.truncated is None else self.truncated.first(batch)
+        draws = self._draw(
             hidden,
             self.temperature[:batch],
             self.score_temperature[:batch],
             self.noise[:batch],
             self.drawn[:batch],
+            truncated,
         )
+        if truncated is not None and draws.count is not None:
+            outs = (truncated.out_count, truncated.out_ids, truncated.out_mass)
+            for out, made in zip(outs, (draws.count, draws.ids, draws.mass), strict=True):
+                assert out is not None and made is not None
+                out.index_copy_(0, self.cursor.long(), made[None])
         steps.advance(
-            token,
-            logp,
+            draws.token,
+            draws.logp,
             self.token,
             self.position,
             self.drawn,
@@ -212,11 +286,37 @@ class DecodeState:
             self.cursor,
         )
 
+    def out(self, steps: slice, batch: int) -> Draws:
+        """What steps drew for the first rows."""
+        parts = [self.out_token, self.out_logp]
+        room = self.truncated
+        if (
+            room is not None
+            and room.out_count is not None
+            and room.out_ids is not None
+            and room.out_mass is not None
+        ):
+            parts += [room.out_count, room.out_ids, room.out_mass]
+        return Draws(*(x[steps, :batch] for x in parts))
+
     def _draw(
-        self, hidden_NK: Tensor, temperature: Tensor, score: Tensor, noise: Tensor, drawn: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        hidden_NK: Tensor,
+        temperature: Tensor,
+        score: Tensor,
+        noise: Tensor,
+        drawn: Tensor,
+        truncated: Truncated | None,
+    ) -> Draws:
         kernels = self.decoder.kernels
         logits = kernels.raw_logits(hidden_NK, self.decoder.head.working)  # type: ignore[attr-defined]
-        token = sampling.sample(logits, temperature, noise, drawn)
+        least = None if truncated is None else truncation_threshold(logits, score, *truncated.rows.parts)
+        token = sampling.sample(logits, temperature, noise, drawn, least)
         normalizer = sampling.log_normalizer(logits, score)
-        return token, sampling.target_log_prob(logits, score, normalizer, token)
+        kept: tuple[Tensor, ...] = ()
+        if truncated is not None and least is not None and truncated.width:
+            ids, count = kept_ids(logits, score, least, truncated.most_R, truncated.width)
+            full, rows = normalizer, KeptRows.first(ids, count)
+            normalizer = rows.normalizer_of(rows.gathered(logits, score), full)
+            kept = count, ids, (normalizer - full).exp().clamp(max=1.0)
+        return Draws(token, sampling.target_log_prob(logits, score, normalizer, token), *kept)

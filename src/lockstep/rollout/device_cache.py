@@ -16,6 +16,8 @@ from lockstep.rollout.cache import PagedCache
 
 MAX_STOPS = 8
 """Stop tokens of a row that the device looks for."""
+MAX_KEPT = 4096
+"""Ids of a draw that the device records; requests for more go step by step."""
 
 
 class DeviceCache(PagedCache):

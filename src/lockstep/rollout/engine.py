@@ -19,7 +19,7 @@ from lockstep.kernels.attention_form import PAGE
 from lockstep.models.decoder import Decoder
 from lockstep.nn.kv_scales import KVScales
 from lockstep.rollout.cache import PagedCache
-from lockstep.rollout.device_cache import MAX_STOPS, DeviceCache
+from lockstep.rollout.device_cache import MAX_KEPT, MAX_STOPS, DeviceCache
 from lockstep.rollout.noise import row_keys
 from lockstep.rollout.prefix_cache import PrefixCache, PrefixKey
 from lockstep.rollout.runner import Runner
@@ -156,11 +156,13 @@ class EmbeddedEngine:
                 progress(finished, total)
 
     def _loops(self, requests: Sequences[Request]) -> bool:
-        """Whether windows of captured steps can serve these requests: on a device, without truncation or recorded routes."""
+        """Whether windows of captured steps can serve these requests: on a device, for a dense model, with so many stop
+        tokens and recorded ids as fit there."""
         return (
             self.decoder.kernels.fused
             and self.decoder.spec.moe is None
-            and not any(r.params.truncated or len(r.params.stop_token_ids) > MAX_STOPS for r in requests)
+            and not any(len(r.params.stop_token_ids) > MAX_STOPS for r in requests)
+            and not any(r.params.room > MAX_KEPT for r in requests)
         )
 
     def _run_loop(self, scheduler: Scheduler, seed: int, step: int, progress: Progress | None) -> None:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CapacityError
+from lockstep.kernels.truncation import Truncation
 from lockstep.nn.head import CHUNK, Table, target_log_prob
 from lockstep.nn.sampling_mask import Kept, SamplingMask
 from lockstep.rollout.noise import gumbel
-from lockstep.rollout.types import SamplingParams
+from lockstep.rollout.types import TIES, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Drawn:
 def draw(h_RK: Tensor, head: Table, params: Sequence[SamplingParams], keys: list[tuple[int, int]]) -> Drawn:
     """Samples a token for each row of hidden states [R, K]; `keys` are the rows' noise keys.
 
-    Raises CapacityError when truncation keeps more ids of a row than its `max_kept`.
+    Raises CapacityError when truncation keeps more ids of a row than there is `room` for.
     """
     drawn = Drawn([], [], [])
     for start in range(0, len(h_RK), CHUNK):
@@ -46,7 +47,8 @@ def draw(h_RK: Tensor, head: Table, params: Sequence[SamplingParams], keys: list
         scores = logits
         kept: list[Kept | None] = [None] * len(some)
         if any(p.truncated for p in some):
-            scores = torch.stack([truncate(row, p) for row, p in zip(logits, some, strict=True)])
+            least = head.kernels.threshold(logits, truncation_of(some, logits.device))
+            scores = logits.masked_fill(logits < least[:, None], -torch.inf)
             if any(p.records for p in some):
                 normalizer, kept = record(logits, scores, normalizer, some)
         hot = torch.tensor([p.temperature > 0 for p in some], device=h_RK.device)
@@ -60,19 +62,22 @@ def draw(h_RK: Tensor, head: Table, params: Sequence[SamplingParams], keys: list
     return drawn
 
 
-def truncate(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Logits [V] with everything outside top-k, min-p and top-p at -inf, in this order; the largest always stays."""
-    out = logits_V.clone()
-    if 0 < params.top_k < len(out):
-        out[out < out.topk(params.top_k).values[-1]] = -torch.inf
-    if params.min_p > 0:
-        out[(out - out.max()).exp() < params.min_p] = -torch.inf
-    if params.top_p < 1.0:
-        ordered, where = out.double().sort(descending=True, stable=True)
-        mass = ordered.softmax(0).cumsum(0)
-        outside = where[1:][mass[:-1] >= params.top_p]
-        out[outside] = -torch.inf
-    return out
+def truncation_of(params: Sequence[SamplingParams], device: torch.device) -> Truncation:
+    """What each row asks for."""
+    return Truncation.of(
+        [p.top_k for p in params], [p.min_p for p in params], [p.top_p for p in params], device
+    )
+
+
+def refuse_wide(count: int, params: SamplingParams) -> None:
+    """Raises CapacityError when so many ids of a token can't be recorded."""
+    if params.records and count > params.room:
+        raise CapacityError(
+            f"truncation keeps {count} ids of a token",
+            where="rollout.max_kept",
+            why=f"at most {params.max_kept} are recorded for the trainer, and {TIES} as likely as the last",
+            fix="raise rollout.max_kept, or set a lower rollout.top_k",
+        )
 
 
 def record(
@@ -84,13 +89,7 @@ def record(
     inside_RV = (scores_RV > -torch.inf) & records_R[:, None]
     counts = inside_RV.sum(1).tolist()
     for count, p in zip(counts, params, strict=True):
-        if count > p.max_kept and p.records:
-            raise CapacityError(
-                f"truncation keeps {count} ids of a token",
-                where="rollout.max_kept",
-                why=f"at most {p.max_kept} are recorded for the trainer",
-                fix="raise rollout.max_kept, or set a lower rollout.top_k",
-            )
+        refuse_wide(count, p)
     ids = inside_RV.nonzero()[:, 1].int().cpu().split(counts)
     mask = SamplingMask.of([(i, 1.0) for i in ids]).to(logits_RV.device)
     rows = mask.rows(0, len(params))

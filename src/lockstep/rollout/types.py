@@ -14,6 +14,8 @@ from torch import Tensor
 from lockstep.nn.sampling_mask import SamplingMask
 
 FinishReason = Literal["stop", "length"]
+TIES = 16
+"""Top-k keeps what is as likely as its last id, and equal logits aren't rare: a tie at the edge once in some thousand tokens."""
 Progress = Callable[[int, int], None]
 """Called with the number of finished samples and of all."""
 
@@ -23,7 +25,8 @@ class SamplingParams:
     """How a completion is drawn. `temperature` 0 is greedy; its log-probabilities are those at temperature 1.
 
     `max_kept` above 0 makes truncated sampling replayable: the ids that truncation kept are recorded with every token, at most
-    so many, and log-probabilities are those of the truncated distribution. At 0 they are those of the full softmax.
+    so many and a few that are as likely as the last one (`TIES`), and log-probabilities are those of the truncated distribution.
+    At 0 they are those of the full softmax.
     """
 
     max_tokens: int
@@ -44,6 +47,11 @@ class SamplingParams:
     def records(self) -> bool:
         """Whether draws record what truncation kept."""
         return self.truncated and self.max_kept > 0
+
+    @property
+    def room(self) -> int:
+        """Ids that a draw may record."""
+        return self.max_kept + TIES if self.records else 0
 
     @property
     def score_temperature(self) -> float:

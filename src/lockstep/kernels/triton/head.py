@@ -139,7 +139,17 @@ def _uniform(c, key):
 
 @triton.jit
 def _segment_scores(
-    x_ptr, temperature_ptr, state_ptr, position_ptr, row, segment, V, SEG: tl.constexpr, EXACT: tl.constexpr
+    x_ptr,
+    temperature_ptr,
+    state_ptr,
+    position_ptr,
+    threshold_ptr,
+    row,
+    segment,
+    V,
+    SEG: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """Scores of a segment of a row, or what comes within MARGIN of them for a quarter of the instructions."""
     c = segment * SEG + tl.arange(0, SEG)
@@ -147,6 +157,8 @@ def _segment_scores(
     x = tl.load(x_ptr + row * V + c, mask=c < V, other=-float("inf"))
     if temperature > 0.0:
         x = cooled(x, temperature)
+        if TRUNCATED:
+            x = tl.where(x >= tl.load(threshold_ptr + row), x, -float("inf"))
         uniform = _uniform(c, _splitmix(tl.load(state_ptr + row) ^ tl.load(position_ptr + row).to(tl.int64)))
         if EXACT:
             # -log1p(-u) = u for the smallest u; log of the exact complement elsewhere
@@ -158,10 +170,23 @@ def _segment_scores(
 
 
 @triton.jit
-def _scores(x_ptr, temperature_ptr, state_ptr, position_ptr, part_ptr, V, segments, SEG: tl.constexpr):
+def _scores(
+    x_ptr,
+    temperature_ptr,
+    state_ptr,
+    position_ptr,
+    threshold_ptr,
+    part_ptr,
+    V,
+    segments,
+    SEG: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+):
     """About the largest score of every segment."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x = _segment_scores(x_ptr, temperature_ptr, state_ptr, position_ptr, row, segment, V, SEG, False)
+    x = _segment_scores(
+        x_ptr, temperature_ptr, state_ptr, position_ptr, threshold_ptr, row, segment, V, SEG, TRUNCATED, False
+    )
     tl.store(part_ptr + row * segments + segment, tl.max(x, 0))
 
 
@@ -171,12 +196,14 @@ def _best(
     temperature_ptr,
     state_ptr,
     position_ptr,
+    threshold_ptr,
     part_ptr,
     token_ptr,
     V,
     segments,
     SP: tl.constexpr,
     SEG: tl.constexpr,
+    TRUNCATED: tl.constexpr,
 ):
     """The largest score of a row, from the segments that may have it: as a rule from one."""
     row = tl.program_id(0).to(tl.int64)
@@ -188,7 +215,19 @@ def _best(
     best, token = tl.full((), -float("inf"), tl.float32), tl.full((), 0, tl.int32)
     for segment in range(segments):
         if tl.load(part_ptr + row * segments + segment) >= least:
-            x = _segment_scores(x_ptr, temperature_ptr, state_ptr, position_ptr, row, segment, V, SEG, True)
+            x = _segment_scores(
+                x_ptr,
+                temperature_ptr,
+                state_ptr,
+                position_ptr,
+                threshold_ptr,
+                row,
+                segment,
+                V,
+                SEG,
+                TRUNCATED,
+                True,
+            )
             score, at = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
             token = tl.where(score > best, segment * SEG + at, token)
             best = tl.maximum(best, score)
@@ -196,17 +235,27 @@ def _best(
 
 
 @operation("sample", fake=_tokens)
-def sample(logits_RV: Tensor, temperature_R: Tensor, state_R: Tensor, position_R: Tensor) -> Tensor:
+def sample(
+    logits_RV: Tensor,
+    temperature_R: Tensor,
+    state_R: Tensor,
+    position_R: Tensor,
+    threshold_R: Tensor | None = None,
+) -> Tensor:
     """Tokens [R] int64: argmax(logits / temperature + Gumbel noise); temperature 0 is greedy.
 
     state_R: int64, the generator's state after (seed, step, prompt, sample); position_R: int64 number of the drawn token.
+    threshold_R: FP32, what is less, over the temperature, isn't drawn (`truncation.py`).
     """
     rows, vocabulary = logits_RV.shape
     segments = cdiv(vocabulary, SEGMENT)
     part = torch.empty(rows, segments, dtype=torch.float32, device=logits_RV.device)
     tokens = _tokens(logits_RV)
     if rows:
-        given = (logits_RV, temperature_R, state_R, position_R, part)
-        _scores[(rows, segments)](*given, vocabulary, segments, SEGMENT, num_warps=8)
-        _best[(rows,)](*given, tokens, vocabulary, segments, power_of_2(segments), SEGMENT, num_warps=8)
+        truncated = threshold_R is not None
+        bound = temperature_R if threshold_R is None else threshold_R
+        given = (logits_RV, temperature_R, state_R, position_R, bound, part)
+        _scores[(rows, segments)](*given, vocabulary, segments, SEGMENT, truncated, num_warps=8)
+        sizes = (vocabulary, segments, power_of_2(segments), SEGMENT, truncated)
+        _best[(rows,)](*given, tokens, *sizes, num_warps=8)
     return tokens

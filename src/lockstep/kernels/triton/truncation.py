@@ -1,0 +1,141 @@
+"""Where a row's truncation ends, and which ids it keeps: `../truncation.py` on a GPU, a program a row.
+
+Thresholds are found by halving: floats in the order of their bits are integers, so 32 counts or sums over the row say which is
+the largest with enough at or above it. A row is read from the second-level cache for most of them, and nothing is sorted.
+
+Shapes: R rows, V vocabulary, W ids of a row that are listed at most.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels.operation import operation
+from lockstep.kernels.triton.head import SEGMENT, cooled
+
+SHARE_BITS, WHOLE, LOW_BITS = tl.constexpr(20), tl.constexpr(1 << 20), tl.constexpr((1 << 20) - 1)
+MASS = tl.constexpr(1099511627776.0)
+
+
+@triton.jit
+def _key(x):
+    """An integer of a float, in the same order; and back, since the map is its own inverse on bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _at_least(x_ptr, V, temperature, peak, least, key, SEG: tl.constexpr, WEIGHED: tl.constexpr):
+    """How many logits from `least` on have this key or a larger one, or their mass."""
+    total = tl.zeros((SEG,), tl.int64)
+    for start in range(0, V, SEG):
+        c = start + tl.arange(0, SEG)
+        x = cooled(tl.load(x_ptr + c, mask=c < V, other=-float("inf")), temperature)
+        inside = (c < V) & (x >= least) & (_key(x) >= key)
+        if WEIGHED:
+            total += tl.where(inside, (tl.exp(x - peak) * MASS).to(tl.int64), 0)
+        else:
+            total += inside.to(tl.int64)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _largest(x_ptr, V, temperature, peak, least, wanted, SEG: tl.constexpr, WEIGHED: tl.constexpr):
+    """The largest key that so much lies at or above of."""
+    low = tl.full((), -2147483648, tl.int64)  # always enough
+    high = _key(peak).to(tl.int64) + 1  # never
+    while high - low > 1:
+        middle = (low + high) >> 1
+        found = _at_least(x_ptr, V, temperature, peak, least, middle.to(tl.int32), SEG, WEIGHED)
+        if found >= wanted:
+            low = middle
+        else:
+            high = middle
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _threshold(x_ptr, temperature_ptr, top_k_ptr, least_ptr, share_ptr, out_ptr, V, SEG: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    top_k, share = tl.load(top_k_ptr + row).to(tl.int64), tl.load(share_ptr + row).to(tl.int64)
+    x_ptr += row * V
+    most = tl.full((SEG,), -float("inf"), tl.float32)
+    for start in range(0, V, SEG):
+        c = start + tl.arange(0, SEG)
+        most = tl.maximum(most, cooled(tl.load(x_ptr + c, mask=c < V, other=-float("inf")), temperature))
+    peak = tl.max(most, 0)
+    least = tl.full((), -float("inf"), tl.float32)
+    if (top_k > 0) & (top_k < V):
+        least = _value(_largest(x_ptr, V, temperature, peak, least, top_k, SEG, False))
+    least = tl.maximum(least, peak + tl.load(least_ptr + row))
+    if share < WHOLE:
+        mass = _at_least(x_ptr, V, temperature, peak, least, -2147483648, SEG, True)
+        wanted = (mass >> SHARE_BITS) * share + (((mass & LOW_BITS) * share) >> SHARE_BITS)
+        least = tl.maximum(least, _value(_largest(x_ptr, V, temperature, peak, least, wanted, SEG, True)))
+    tl.store(out_ptr + row, least)
+
+
+def _row_numbers(logits_RV: Tensor) -> Tensor:
+    """Storage for a number of every row."""
+    return torch.empty(logits_RV.shape[0], dtype=torch.float32, device=logits_RV.device)
+
+
+@operation("truncation_threshold", fake=_row_numbers)
+def truncation_threshold(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, least_R: Tensor, share_R: Tensor
+) -> Tensor:
+    """`truncation.threshold` of raw FP32 logits over their temperatures, [R] FP32. The rest: see `truncation.Truncation`."""
+    rows, vocabulary = logits_RV.shape
+    out = _row_numbers(logits_RV)
+    if rows:
+        given = (logits_RV, temperature_R, top_k_R, least_R, share_R, out)
+        _threshold[(rows,)](*given, vocabulary, SEGMENT, num_warps=8)
+    return out
+
+
+@triton.jit
+def _kept_ids(x_ptr, temperature_ptr, threshold_ptr, width_ptr, ids_ptr, count_ptr, V, W, SEG: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    temperature, threshold = tl.load(temperature_ptr + row), tl.load(threshold_ptr + row)
+    count = tl.full((), 0, tl.int32)
+    if tl.load(width_ptr + row) > 0:
+        for start in range(0, V, SEG):
+            c = start + tl.arange(0, SEG)
+            x = cooled(tl.load(x_ptr + row * V + c, mask=c < V, other=-float("inf")), temperature)
+            inside = (c < V) & (x >= threshold)
+            number = inside.to(tl.int32)
+            place = count + tl.cumsum(number, 0) - number
+            tl.store(ids_ptr + row * W + place, c, mask=inside & (place < W))
+            count += tl.sum(number, 0)
+    tl.store(count_ptr + row, count)
+
+
+def _ids_and_counts(logits_RV: Tensor, width: int) -> list[Tensor]:
+    rows, device = logits_RV.shape[0], logits_RV.device
+    return [
+        torch.empty(rows, width, dtype=torch.int32, device=device),
+        torch.empty(rows, dtype=torch.int32, device=device),
+    ]
+
+
+@operation("kept_ids", fake=_ids_and_counts)
+def kept_ids(
+    logits_RV: Tensor, temperature_R: Tensor, threshold_R: Tensor, most_R: Tensor, width: int
+) -> list[Tensor]:
+    """[ids int32 [R, width], how many int32 [R]] of what is not below a row's threshold, ascending; none of rows whose `most_R`
+    (int32) is 0. A row that keeps more than `width` says so and lists the first ones. Behind a row's ids lies anything."""
+    rows, vocabulary = logits_RV.shape
+    ids, count = _ids_and_counts(logits_RV, width)
+    if rows:
+        given = (logits_RV, temperature_R, threshold_R, most_R, ids, count)
+        _kept_ids[(rows,)](*given, vocabulary, width, SEGMENT, num_warps=8)
+    return [ids, count]
