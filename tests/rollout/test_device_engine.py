@@ -252,7 +252,7 @@ def test_more_ids_than_are_recorded_end_a_generation(kernels: Any) -> None:
     spec = replace(PRESETS["qwen3-0.6b"], num_layers=2)
     decoder = random_decoder(spec, fp8_flow(kv_fp8=True), kernels, torch.device("cuda"))
     asked = [Request((1, 2, 3), 0, 2, SamplingParams(20, top_p=0.99, max_kept=3))]
-    with pytest.raises(CapacityError, match="truncation keeps .* at most 3 are recorded"):
+    with pytest.raises(CapacityError, match="truncation keeps .*at most 3 are recorded"):
         engine(decoder, 4, 4096).generate(asked, seed=5, step=0, expected_version=1)
 
 

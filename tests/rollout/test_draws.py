@@ -24,5 +24,5 @@ def test_kept_ids_of_a_draw() -> None:
     ids.zero_()
     assert kept.tolist() == [32, 33, 34], "the window's memory is used again"
     assert len(draws.kept(1, 1, params)[0]) == TIES + 8
-    with pytest.raises(CapacityError, match=f"truncation keeps {TIES + 9} ids .* at most 8"):
+    with pytest.raises(CapacityError, match=f"truncation keeps {TIES + 9} ids .*at most 8"):
         draws.kept(1, 0, params)
