@@ -14,7 +14,6 @@ from torch import Tensor
 from lockstep.bench.attention_backward import packed_runs
 from lockstep.bench.random_model import random_decoder
 from lockstep.bench.sides import random_masters
-from lockstep.kernels import attention_library
 from lockstep.kernels.attention_index import Run
 from lockstep.kernels.table import select
 from lockstep.models.decoder import Decoder
@@ -135,6 +134,8 @@ def test_it_is_the_pass_kernel_by_kernel(name: str, flow: str, checkpointing: bo
 
 def test_a_captured_batch_of_whole_sequences_goes_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the same bits in every run are not asked for: attention's gradient is then cuDNN's, inside the graph too."""
+    from lockstep.kernels import attention_library  # needs Triton
+
     taken: list[str] = []
     right = attention_library._cudnn_grad
     monkeypatch.setattr(attention_library, "_cudnn_grad", lambda *args: taken.append("cudnn") or right(*args))
