@@ -16,7 +16,7 @@ from lockstep.kernels.truncation import threshold
 from lockstep.models.decoder import Decoder
 from lockstep.nn.head import CHUNK
 from lockstep.nn.sampling_mask import SamplingMask
-from lockstep.rollout.noise import row_keys
+from lockstep.rollout.noise import row_state
 from lockstep.rollout.sampler import draw, truncation_of
 from lockstep.rollout.types import SamplingParams
 
@@ -91,7 +91,7 @@ def rows_of(decoder: Decoder, count: int, seed: int = 0) -> Tensor:
 
 
 def keys_of(count: int) -> list[tuple[int, int]]:
-    return [row_keys(0, 0, 0, 0, i) for i in range(count)]
+    return [(row_state(0, 0, 0, 0), i) for i in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -221,3 +221,28 @@ def test_a_row_that_is_not_a_number_stays_one(make_decoder: MakeDecoder) -> None
     hidden = rows_of(decoder, 2) * torch.tensor([[float("nan")], [1.0]])
     drawn = draw(hidden, decoder.head, [SamplingParams(1, top_p=0.9, max_kept=500)] * 2, keys_of(2))
     assert math.isnan(drawn.logprobs[0]) and drawn.logprobs[1] <= 0
+
+
+def test_a_backend_that_fuses_draws_as_its_captured_steps_do(
+    make_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets logits over their temperature, thresholds, and what its own noise is made from."""
+    decoder = make_decoder()
+    kernels = decoder.head.kernels
+    given: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]] = []
+
+    def sample(*args: Tensor) -> Tensor:
+        given.append(args)  # type: ignore[arg-type]
+        return args[0].argmax(-1)
+
+    monkeypatch.setattr(type(kernels), "fused", True)
+    monkeypatch.setattr(type(kernels), "sample", staticmethod(sample), raising=False)
+    params = [SamplingParams(1, 0.7, top_k=4), SamplingParams(1, 0.0)]
+    noise = [(row_state(1, 2, 3, 4), 5), (-(2**63), 7)]
+    hidden = rows_of(decoder, 2)
+    drawn = draw(hidden, decoder.head, params, noise)
+    logits, hot, state, position, least = given[0]
+    assert torch.equal(logits, decoder.head.logits(hidden, torch.tensor([0.7, 1.0])))
+    assert hot.tolist() == [1.0, 0.0] and list(zip(state.tolist(), position.tolist())) == noise
+    assert least is not None and (logits >= least[:, None]).sum(1).tolist() == [4, logits.shape[1]]
+    assert drawn.tokens == logits.argmax(-1).tolist()

@@ -108,6 +108,17 @@ class FusedKernels(Protocol):
         """Raises `maxima_2G` (FP32) to the absolute maxima of keys and values; NaN and infinity stay in them. `saturated` (int64,
         one element) grows by the number of elements beyond the range of `scales`. seen_T: bool, the rows that count."""
 
+    def sample(
+        self,
+        logits_RV: Tensor,
+        temperature_R: Tensor,
+        state_R: Tensor,
+        position_R: Tensor,
+        threshold_R: Tensor | None,
+    ) -> Tensor:
+        """A token of each row [R] int64: argmax(logits / temperature + noise), greedy at 0. The noise is `rollout/noise.py`'s
+        of a state and a position (int64). threshold_R: what is less, over the temperature, isn't drawn."""
+
     # Packs in fixed storage ------------------------------------------------------------------------------------
 
     def room(self, runs: Sequence[Run], *, dense: bool) -> Hashable:

@@ -229,6 +229,17 @@ class HopperKernels(HopperGradients):
         """log sum exp [T] FP32, by the launches that the sampler uses."""
         return head.log_normalizer(logits_TV, torch.ones(len(logits_TV), device=logits_TV.device))
 
+    def sample(
+        self,
+        logits_RV: Tensor,
+        temperature_R: Tensor,
+        state_R: Tensor,
+        position_R: Tensor,
+        threshold_R: Tensor | None,
+    ) -> Tensor:
+        """See `FusedKernels`."""
+        return head.sample(logits_RV, temperature_R, state_R, position_R, threshold_R)
+
     def threshold(self, logits_RV: Tensor, truncation: Truncation) -> Tensor:
         """See `truncation.threshold`; by the launch that the captured step uses."""
         ones = torch.ones(len(logits_RV), device=logits_RV.device)

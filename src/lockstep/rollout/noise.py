@@ -16,9 +16,12 @@ _MASK = (1 << 64) - 1
 
 def row_keys(seed: int, step: int, prompt: int, sample: int, position: int) -> tuple[int, int]:
     """Two signed 32-bit keys of a row."""
-    state = 0x243F6A8885A308D3
-    for number in (seed, step, prompt, sample, position):
-        state = _splitmix64(state ^ (number & _MASK))
+    return keys_at(row_state(seed, step, prompt, sample), position)
+
+
+def keys_at(state: int, position: int) -> tuple[int, int]:
+    """The keys of a row whose generator had this `row_state` before the position went in."""
+    state = _splitmix64((state ^ position) & _MASK)
     return _signed(state & 0xFFFFFFFF), _signed(state >> 32)
 
 

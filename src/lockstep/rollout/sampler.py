@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import CapacityError
+from lockstep.kernels.table import Kernels
 from lockstep.kernels.truncation import Truncation
 from lockstep.nn.head import CHUNK, Table, target_log_prob
 from lockstep.nn.sampling_mask import Kept, SamplingMask
-from lockstep.rollout.noise import gumbel
+from lockstep.rollout.noise import gumbel, keys_at
 from lockstep.rollout.types import TIES, SamplingParams
 
 
@@ -32,8 +34,10 @@ class Drawn:
     kept: list[Kept | None]
 
 
-def draw(h_RK: Tensor, head: Table, params: Sequence[SamplingParams], keys: list[tuple[int, int]]) -> Drawn:
-    """Samples a token for each row of hidden states [R, K]; `keys` are the rows' noise keys.
+def draw(
+    h_RK: Tensor, head: Table, params: Sequence[SamplingParams], noise: Sequence[tuple[int, int]]
+) -> Drawn:
+    """Samples a token for each row of hidden states [R, K]. noise: each row's `row_state`, and the position that goes into it.
 
     Raises CapacityError when truncation keeps more ids of a row than there is `room` for.
     """
@@ -44,22 +48,41 @@ def draw(h_RK: Tensor, head: Table, params: Sequence[SamplingParams], keys: list
         temperature = torch.tensor([p.score_temperature for p in some], device=h_RK.device)
         logits = head.logits(h_RK[rows], temperature)
         normalizer = head.kernels.log_normalizer(logits)
-        scores = logits
+        least: Tensor | None = None
         kept: list[Kept | None] = [None] * len(some)
         if any(p.truncated for p in some):
             least = head.kernels.threshold(logits, truncation_of(some, logits.device))
-            scores = logits.masked_fill(logits < least[:, None], -torch.inf)
             if any(p.records for p in some):
-                normalizer, kept = record(logits, scores, normalizer, some)
-        hot = torch.tensor([p.temperature > 0 for p in some], device=h_RK.device)
-        if bool(hot.any()):
-            noise = gumbel(keys[rows], logits.shape[1], logits.device)
-            scores = scores + noise.masked_fill_(~hot[:, None], 0.0)
-        token = scores.argmax(-1)
+                normalizer, kept = record(logits, logits >= least[:, None], normalizer, some)
+        token = _choose(head.kernels, logits, least, [p.temperature > 0 for p in some], noise[rows])
         drawn.tokens.extend(token.tolist())
         drawn.logprobs.extend(target_log_prob(logits, normalizer, token).tolist())
         drawn.kept.extend(kept)
     return drawn
+
+
+def _choose(
+    kernels: Kernels,
+    logits_RV: Tensor,
+    least_R: Tensor | None,
+    hot: Sequence[bool],
+    noise: Sequence[tuple[int, int]],
+) -> Tensor:
+    """The token [R] with the largest score of each row: with noise where a row is `hot`, of logits from `least_R` on."""
+    device = logits_RV.device
+    if kernels.fused:  # the launches of a captured step
+        fused: Any = kernels
+        state, position = (torch.tensor(x, device=device) for x in zip(*noise, strict=True))
+        token: Tensor = fused.sample(
+            logits_RV, torch.tensor(hot, device=device).float(), state, position, least_R
+        )
+        return token
+    scores = logits_RV if least_R is None else logits_RV.masked_fill(logits_RV < least_R[:, None], -torch.inf)
+    if any(hot):
+        keys = [keys_at(*row) for row in noise]
+        cold = ~torch.tensor(hot, device=device)
+        scores = scores + gumbel(keys, logits_RV.shape[1], device).masked_fill_(cold[:, None], 0.0)
+    return scores.argmax(-1)
 
 
 def truncation_of(params: Sequence[SamplingParams], device: torch.device) -> Truncation:
@@ -81,12 +104,12 @@ def refuse_wide(count: int, params: SamplingParams) -> None:
 
 
 def record(
-    logits_RV: Tensor, scores_RV: Tensor, full_R: Tensor, params: Sequence[SamplingParams]
+    logits_RV: Tensor, left_RV: Tensor, full_R: Tensor, params: Sequence[SamplingParams]
 ) -> tuple[Tensor, list[Kept | None]]:
-    """(log-normalizers [R], what each row kept) where some rows record: `scores_RV` is -inf at what truncation dropped,
+    """(log-normalizers [R], what each row kept) where some rows record: `left_RV` (bool) is what truncation left,
     `full_R` the log-normalizers over the vocabulary, which rows that record nothing go on with."""
     records_R = torch.tensor([p.records for p in params], device=logits_RV.device)
-    inside_RV = (scores_RV > -torch.inf) & records_R[:, None]
+    inside_RV = left_RV & records_R[:, None]
     counts = inside_RV.sum(1).tolist()
     for count, p in zip(counts, params, strict=True):
         refuse_wide(count, p)
