@@ -161,21 +161,18 @@ def _truncation_checks(logits: Tensor, temperature: Tensor, case: str) -> Iterat
     """Top-k and min-p to the bit; of top-p the mass that is kept, since the last bit of an exponential is the device's own."""
     from lockstep.kernels.triton.truncation import kept_ids, truncation_threshold
 
-    rows = len(logits)
-    scaled = (logits.cuda() / temperature.cuda()[:, None]).cpu()
+    rows, given = len(logits), (logits.cuda(), temperature.cuda())
+    scaled = (given[0] / given[1][:, None]).cpu()
+    p = scaled.double().softmax(1)
     for what, top_k, min_p, top_p in (("top-k and min-p", 50, 1e-3, 1.0), ("top-p", 4000, 0.0, 0.9)):
         asked = Truncation.of([top_k] * rows, [min_p] * rows, [top_p] * rows, torch.device("cuda"))
-        given = (logits.cuda(), temperature.cuda())
         with poisoned():
             least = truncation_threshold(*given, *asked.parts)
         expected = threshold(scaled, Truncation(*(x.cpu() for x in asked.parts)))
         if top_p == 1.0:
             yield same("truncation", f"{what}, {case}", expected, least)
         else:
-            mass = [
-                scaled.double().softmax(1).masked_fill(scaled < x[:, None], 0.0).sum(1)
-                for x in (expected, least.cpu())
-            ]
+            mass = [p.masked_fill(scaled < x[:, None], 0.0).sum(1) for x in (expected, least.cpu())]
             yield near("truncation", f"{what}, {case}", mass[0], mass[1], 60.0)
         with poisoned():
             ids, count = kept_ids(*given, least, torch.ones_like(asked.top_k_R), 4096)

@@ -23,7 +23,7 @@ from lockstep.kernels.upload import upload
 
 MASS = 2.0**40
 """Of the most likely id."""
-WHOLE = 20
+SHARE_BITS = 20
 """Shares of mass are in units of 2^-20."""
 
 
@@ -42,7 +42,7 @@ class Truncation:
     ) -> Truncation:
         """Of rows that ask for this: 0, 0 and 1 for none."""
         least = [math.log(p) if p > 0 else -math.inf for p in min_p]
-        share = [max(round(p * (1 << WHOLE)), 1) for p in top_p]
+        share = [max(round(p * (1 << SHARE_BITS)), 1) for p in top_p]
         return cls(
             upload(torch.tensor(top_k, dtype=torch.int32), device),
             upload(torch.tensor(least, dtype=torch.float32), device),
@@ -69,10 +69,10 @@ def threshold(logits_RV: Tensor, truncation: Truncation) -> Tensor:
     wanted = share_of(mass[:, -1], share_R)
     last = (mass < wanted[:, None]).sum(1)
     found = ordered.gather(1, last[:, None])[:, 0]
-    return torch.where(share_R < 1 << WHOLE, torch.maximum(least, found), least)
+    return torch.where(share_R < 1 << SHARE_BITS, torch.maximum(least, found), least)
 
 
 def share_of(mass: Tensor, share: Tensor) -> Tensor:
     """A share of int64 masses below 2^60, in units of 2^-20, without leaving 64 bits."""
-    low = mass & ((1 << WHOLE) - 1)
-    return (mass >> WHOLE) * share + ((low * share) >> WHOLE)
+    low = mass & ((1 << SHARE_BITS) - 1)
+    return (mass >> SHARE_BITS) * share + ((low * share) >> SHARE_BITS)

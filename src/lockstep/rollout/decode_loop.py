@@ -24,7 +24,6 @@ from torch import Tensor
 from lockstep.errors import ContractError
 from lockstep.nn.kv_scales import KVScales
 from lockstep.rollout.draws import Draws
-from lockstep.rollout.noise import row_state
 from lockstep.rollout.runner import Runner
 from lockstep.rollout.scheduler import Scheduler
 from lockstep.rollout.sequence import Sequence
@@ -129,14 +128,14 @@ class DecodeLoop:
         for sequence in ready:
             params, request = sequence.group.request.params, sequence.group.request
             row = next(free)
-            offset = request.first_position
+            state, drawn = sequence.noise(self.seed, self.step)
             entries.append(
                 Entry(
                     row,
                     len(sequence.tokens),
-                    offset + len(sequence.output),
-                    offset + params.max_tokens,
-                    row_state(self.seed, self.step, request.prompt_index, sequence.sample_index),
+                    drawn,
+                    request.first_position + params.max_tokens,
+                    state,
                     params,
                 )
             )

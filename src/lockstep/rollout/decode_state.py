@@ -47,14 +47,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Truncated:
-    """Truncation of every row, and where draws leave what was kept. most_R: int32, how many ids a row records, or 0. Outputs are
-    those of `Draws`, of as many steps as `DecodeState.out_token` has; None where no row of the generation records."""
+    """Truncation of every row, and where draws leave what was kept. most_R: int32, how many ids a row records, or 0. outs: count,
+    ids and mass of `Draws`, of as many steps as `DecodeState.out_token` has; nothing where no row of the generation records."""
 
     rows: Truncation
     most_R: Tensor
-    out_count: Tensor | None
-    out_ids: Tensor | None
-    out_mass: Tensor | None
+    outs: tuple[Tensor, ...]
 
     @classmethod
     def empty(cls, rows: int, steps: int, width: int, device: torch.device) -> Truncated:
@@ -62,20 +60,24 @@ class Truncated:
         none = Truncation.of([0] * rows, [0.0] * rows, [1.0] * rows, device)
         most = torch.zeros(rows, dtype=torch.int32, device=device)
         if not width:
-            return cls(none, most, None, None, None)
+            return cls(none, most, ())
         count, ids = most.repeat(steps, 1), most.repeat(steps, 1)[..., None].repeat(1, 1, width)
-        return cls(none, most, count, ids, count.float())
+        return cls(none, most, (count, ids, count.float()))
 
     @property
     def width(self) -> int:
         """Ids of a draw that there is room for."""
-        return 0 if self.out_ids is None else self.out_ids.shape[2]
+        return self.outs[1].shape[2] if self.outs else 0
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """What there is of every row."""
+        return (*self.rows.parts, self.most_R)
 
     def first(self, batch: int) -> Truncated:
         """Of the first rows."""
         rows = Truncation(*(x[:batch] for x in self.rows.parts))
-        outs = (None if x is None else x[:, :batch] for x in (self.out_count, self.out_ids, self.out_mass))
-        return Truncated(rows, self.most_R[:batch], *outs)
+        return Truncated(rows, self.most_R[:batch], tuple(x[:, :batch] for x in self.outs))
 
 
 class DecodeState:
@@ -159,13 +161,10 @@ class DecodeState:
         truncated = None
         if self.truncated is not None:
             params = [e.params for e in entries]
-            some = truncation_of(params, device)
             most = column([p.room for p in params]).int()
-            for target, value in zip(
-                (*self.truncated.rows.parts, self.truncated.most_R), (*some.parts, most), strict=True
-            ):
+            truncated = replace(self.truncated, rows=truncation_of(params, device), most_R=most)
+            for target, value in zip(self.truncated.columns, truncated.columns, strict=True):
                 target.index_copy_(0, row, value)
-            truncated = replace(self.truncated, rows=some, most_R=most)
         draws = self._draw(hidden_NK, temperature, score, noise, drawn, truncated)
         token = draws.token
         going = (drawn + 1 < limit) & (stops != token[:, None]).all(1)
@@ -202,7 +201,7 @@ class DecodeState:
             self.score_temperature,
             self.stops,
             self.alive,
-            *(() if self.truncated is None else (*self.truncated.rows.parts, self.truncated.most_R)),
+            *(() if self.truncated is None else self.truncated.columns),
         ):
             x[:count] = x[index]
         self.alive[count:] = 0
@@ -267,10 +266,8 @@ class DecodeState:
             self.drawn[:batch],
             truncated,
         )
-        if truncated is not None and draws.count is not None:
-            outs = (truncated.out_count, truncated.out_ids, truncated.out_mass)
-            for out, made in zip(outs, (draws.count, draws.ids, draws.mass), strict=True):
-                assert out is not None and made is not None
+        if truncated is not None:
+            for out, made in zip(truncated.outs, draws.tensors[2:], strict=True):
                 out.index_copy_(0, self.cursor.long(), made[None])
         steps.advance(
             draws.token,
@@ -288,16 +285,8 @@ class DecodeState:
 
     def out(self, steps: slice, batch: int) -> Draws:
         """What steps drew for the first rows."""
-        parts = [self.out_token, self.out_logp]
-        room = self.truncated
-        if (
-            room is not None
-            and room.out_count is not None
-            and room.out_ids is not None
-            and room.out_mass is not None
-        ):
-            parts += [room.out_count, room.out_ids, room.out_mass]
-        return Draws(*(x[steps, :batch] for x in parts))
+        kept = () if self.truncated is None else self.truncated.outs
+        return Draws(*(x[steps, :batch] for x in (self.out_token, self.out_logp, *kept)))
 
     def _draw(
         self,

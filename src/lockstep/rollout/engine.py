@@ -20,7 +20,6 @@ from lockstep.models.decoder import Decoder
 from lockstep.nn.kv_scales import KVScales
 from lockstep.rollout.cache import PagedCache
 from lockstep.rollout.device_cache import MAX_KEPT, MAX_STOPS, DeviceCache
-from lockstep.rollout.noise import row_state
 from lockstep.rollout.prefix_cache import PrefixCache, PrefixKey
 from lockstep.rollout.runner import Runner
 from lockstep.rollout.sampler import draw
@@ -207,10 +206,10 @@ class EmbeddedEngine:
         ready = [s for s in scheduler.running if s.hidden is not None]
         finished = 0
         if ready:
-            keys = [(row_state(seed, step, *s.key[:2]), s.key[2]) for s in ready]
+            noise = [s.noise(seed, step) for s in ready]
             rows = torch.stack([s.hidden for s in ready if s.hidden is not None])
             with torch.no_grad():
-                drawn = draw(rows, self.decoder.head, [s.group.request.params for s in ready], keys)
+                drawn = draw(rows, self.decoder.head, [s.group.request.params for s in ready], noise)
             rows_drawn = zip(ready, drawn.tokens, drawn.logprobs, drawn.kept, strict=True)
             for sequence, token, logprob, kept in rows_drawn:
                 sequence.take(token, logprob, kept)

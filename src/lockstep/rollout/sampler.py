@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from lockstep.errors import CapacityError
 from lockstep.kernels.table import Kernels
 from lockstep.kernels.truncation import Truncation
+from lockstep.models.fused import fused_kernels
 from lockstep.nn.head import CHUNK, Table, target_log_prob
 from lockstep.nn.sampling_mask import Kept, SamplingMask
 from lockstep.rollout.noise import gumbel, keys_at
@@ -71,12 +71,9 @@ def _choose(
     """The token [R] with the largest score of each row: with noise where a row is `hot`, of logits from `least_R` on."""
     device = logits_RV.device
     if kernels.fused:  # the launches of a captured step
-        fused: Any = kernels
         state, position = (torch.tensor(x, device=device) for x in zip(*noise, strict=True))
-        token: Tensor = fused.sample(
-            logits_RV, torch.tensor(hot, device=device).float(), state, position, least_R
-        )
-        return token
+        temperature = torch.tensor(hot, device=device).float()
+        return fused_kernels(kernels).sample(logits_RV, temperature, state, position, least_R)
     scores = logits_RV if least_R is None else logits_RV.masked_fill(logits_RV < least_R[:, None], -torch.inf)
     if any(hot):
         keys = [keys_at(*row) for row in noise]
@@ -93,8 +90,8 @@ def truncation_of(params: Sequence[SamplingParams], device: torch.device) -> Tru
 
 
 def refuse_wide(count: int, params: SamplingParams) -> None:
-    """Raises CapacityError when so many ids of a token can't be recorded."""
-    if params.records and count > params.room:
+    """Raises CapacityError when that is more recorded ids of a token than there is room for."""
+    if count > params.room:
         raise CapacityError(
             f"truncation keeps {count} ids of a token",
             where="rollout.max_kept",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lockstep.nn.sampling_mask import Kept, SamplingMask
+from lockstep.rollout.noise import row_state
 from lockstep.rollout.types import Completion, FinishReason, Request, VersionSpan
 
 
@@ -54,11 +55,11 @@ class Sequence:
         """Nothing drawn yet: the prompt's pages are all it needs."""
         return len(self.tokens) == self.prompt_length
 
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """What keys the next draw's noise, besides seed and step: prompt, sample, position."""
+    def noise(self, seed: int, step: int) -> tuple[int, int]:
+        """What the next draw's noise is made from: the sample's `row_state`, and the position that goes into it."""
         request = self.group.request
-        return request.prompt_index, self.sample_index, request.first_position + len(self.output)
+        state = row_state(seed, step, request.prompt_index, self.sample_index)
+        return state, request.first_position + len(self.output)
 
     def take(self, token: int, logprob: float, kept: Kept | None) -> None:
         """The token that was drawn from `hidden`, and what truncation kept if that is recorded."""

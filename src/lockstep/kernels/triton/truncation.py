@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels import truncation
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.head import SEGMENT, cooled
 
-SHARE_BITS, WHOLE, LOW_BITS = tl.constexpr(20), tl.constexpr(1 << 20), tl.constexpr((1 << 20) - 1)
-MASS = tl.constexpr(1099511627776.0)
+SHARE_BITS, MASS = tl.constexpr(truncation.SHARE_BITS), tl.constexpr(truncation.MASS)
+WHOLE = tl.constexpr(1 << truncation.SHARE_BITS)
+LOW_BITS = tl.constexpr((1 << truncation.SHARE_BITS) - 1)
 
 
 @triton.jit
