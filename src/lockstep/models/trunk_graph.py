@@ -216,9 +216,15 @@ class CapturedPass:
             yield from (attention.qkv, attention.o_proj.alone, mlp.gate_up, mlp.down_proj.alone)
 
     def capture(self, pool: Any) -> None:
-        """From now on, replays. The work was done before, so that kernels are compiled and products proven."""
+        """From now on, replays. The work was done before, so that kernels are compiled and products proven. Each graph is
+        captured in the thread that did its work, autograd's for the backward pass: cuDNN plans by thread, and can't meanwhile."""
+
+        def backward() -> None:
+            self.backward = _graph(self._backward, pool)
+            self.backward()
+
         self.ready()
-        self.forward, self.backward = _graph(self._forward, pool), _graph(self._backward, pool)
+        self.forward, self.backward = _graph(self._forward, pool), backward
 
     def release(self) -> None:
         """Launches kernels one by one until the next capture."""
