@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,10 +28,15 @@ GROUPS = st.lists(
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(GROUPS)
-def test_a_static_index_holds_every_pack_of_its_room(groups: list[tuple[int, list[int]]]) -> None:
+@given(GROUPS, st.booleans())
+def test_a_static_index_holds_every_pack_of_its_room(
+    groups: list[tuple[int, list[int]]], spacious: bool
+) -> None:
     runs = packed_runs(groups)
     room = Room.of(runs)
+    if spacious:
+        room = room.spacious()
+        assert room.holds(Room.of(runs)) and room.holds(room)
     index = StaticIndex(room, 4, CPU)
     index.fill(runs)
     made, backward = tables_of(runs), gradient_index(runs)
@@ -54,17 +61,25 @@ def test_a_static_index_holds_every_pack_of_its_room(groups: list[tuple[int, lis
     assert len(index.gradient.begin_S1) == room.rows + 1
 
 
-def test_rooms_are_few() -> None:
-    """Lengths may differ a little."""
-    assert Room.of(packed_runs([(900, []), (1148, [])])) == Room.of(
-        packed_runs([(500, []), (600, []), (948, [])])
+def test_what_a_room_holds() -> None:
+    """Fewer runs and keys of as many rows, where the same kernels serve both."""
+    few, many = (
+        Room.of(packed_runs([(900, []), (1148, [])])),
+        Room.of(packed_runs([(100, [])] * 20 + [(48, [])])),
     )
-    assert Room.of(packed_runs([(100, [50, 60]), (46, [])])) == Room.of(
-        packed_runs([(90, [40, 80]), (46, [])])
+    assert (
+        many.holds(few) and not few.holds(many) and few.spacious().runs == 16 and many.spacious().runs == 32
     )
-    assert Room.of(packed_runs([(256, [])])) != Room.of(packed_runs([(128, [128])])), "keys that are shared"
-    assert Room.of(packed_runs([(2304, [])])) != Room.of(packed_runs([(1152, []), (1152, [])])), (
-        "a second chunk"
+    assert many.spacious(few) == many.spacious() and few.spacious(many).holds(many)
+    shared, longer = (Room.of(packed_runs([(n, [356 - n // 2] * 2), (312, [])])) for n in (100, 200))
+    assert (shared.rows, longer.rows) == (1024, 1024) and shared.entries == 1224 and longer.entries == 1424
+    assert not shared.holds(longer) and shared.spacious().entries == 1536 and shared.spacious().holds(longer)
+    assert longer.spacious(replace(shared, entries=4096)).entries == 4096
+    others = ([(2048, [])], [(512, [512])], [(1024, [])], [(64, [])] * 16, [(512, []), (512, [])])
+    kinds = [Room.of(packed_runs(groups), dense=True).kind for groups in others]
+    assert len(set(kinds)) == len(others), "rows, shared keys, tiles, a batch"
+    assert (
+        Room.of(packed_runs([(CHUNK + 256, [])])).kind != Room.of(packed_runs([(1152, []), (1152, [])])).kind
     )
 
 
@@ -75,8 +90,11 @@ def test_a_batch_of_whole_sequences() -> None:
     index = StaticIndex(room, 4, CPU)
     index.fill(equal)
     assert index.gradient.dense == gradient_index(equal).dense == Dense(4, 256, None, 1.0)
-    assert Room.of(other, dense=True) != room and Room.of(other) == Room.of(equal) != room
-    with pytest.raises(AssertionError, match="another room"):
+    assert (
+        Room.of(other, dense=True).kind != room.kind
+        and Room.of(other).kind == Room.of(equal).kind != room.kind
+    )
+    with pytest.raises(AssertionError, match="need another room"):
         index.fill(other)
     for runs in (packed_runs([(100, []), (156, [])]), packed_runs([(64, [64, 64])]), equal):
         dense = runs is not equal
@@ -85,5 +103,5 @@ def test_a_batch_of_whole_sequences() -> None:
 
 def test_another_room_is_refused() -> None:
     index = StaticIndex(Room.of(packed_runs([(256, [])])), 4, CPU)
-    with pytest.raises(AssertionError, match="another room"):
+    with pytest.raises(AssertionError, match="need another room"):
         index.fill(packed_runs([(384, [])]))

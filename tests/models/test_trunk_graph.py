@@ -3,6 +3,8 @@ instead of replayed: what is tested here is what goes in and comes out. `test_tr
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.bench.attention_backward import packed_runs
+from lockstep.data.packing import GroupLengths, pack
 from lockstep.kernels.attention_index import Run, build_index
+from lockstep.kernels.packed_index import Room
 from lockstep.models import trunk_graph
 from lockstep.models.decoder import Decoder
 from lockstep.models.spec import ModelSpec
@@ -26,7 +31,7 @@ SPECS = {
     "qwen3": ModelSpec("qwen3", 131, 128, 256, 2, 2, 1, 128, qk_norm=True, tie_embeddings=True),
 }
 FLOWS = {"bf16": bf16_flow(), "fp8": fp8_flow(), "fp8+kv8": fp8_flow(kv_fp8=True)}
-PACKS = ((70, 1, 33), (90, 8), (128,), (200, 30))
+PACKS = ((70, 1, 33), (90, 8), (64, 64), (200, 30))
 """Three of one room, 128 rows, the third without padding; and a larger one."""
 
 
@@ -46,12 +51,7 @@ def kernels(fused: SimpleNamespace) -> Any:
     class Kernels(fused.Kernels):  # type: ignore[name-defined]
         made: list[Index] = []
 
-        def room(self, runs: Sequence[Run], *, dense: bool) -> int:
-            return sum(r.count for r in runs)
-
-        def static_index(
-            self, runs: Sequence[Run], group: int, device: torch.device, *, dense: bool
-        ) -> Index:
+        def static_index(self, room: Room, group: int, device: torch.device) -> Index:
             self.made.append(Index(group))
             return self.made[-1]
 
@@ -276,6 +276,55 @@ def test_rare_rooms_are_forgotten(
         pass_of(toy, decoder, (rows,))
     assert decoder.graphs is not None
     assert [len(p.rows.h_TK) for p in decoder.graphs.passes.values()] == [384, 256]
+
+
+def test_a_room_grows_for_a_pack_that_it_does_not_hold(toy: SimpleNamespace, kernels: Any) -> None:
+    """The larger one takes its place, and holds what the smaller did."""
+    one, captured = (decoder_of(toy, SPECS["qwen3"], FLOWS["fp8"], kernels, graphs=g) for g in (False, True))
+    few, many = (70, 1, 33), (6,) * 20
+    for lengths, made in ((few, 1), (many, 2), (few, 2), (many, 2)):
+        assert torch.equal(pass_of(toy, captured, lengths), pass_of(toy, one, lengths))
+        assert len(kernels.made) == made
+        (held,) = captured.graphs.passes.values()  # type: ignore[union-attr]
+        assert held.room.runs == (16 if made == 1 else 32)
+
+
+@pytest.mark.parametrize(("budget", "mean"), [(4096, 200), (8192, 800)])
+def test_samples_of_any_lengths_need_few_rooms(
+    toy: SimpleNamespace, kernels: Any, monkeypatch: pytest.MonkeyPatch, budget: int, mean: int
+) -> None:
+    """What is launched kernel by kernel makes a GPU wait, and a capture takes as long: both have to be rare."""
+    made: list[Any] = []
+    captures: list[int] = []
+
+    def small(graphs: Any, decoder: Decoder, room: Room, context: Any, rows: Any) -> SimpleNamespace:
+        made.append(
+            SimpleNamespace(room=room, rows=rows, uses=0, capture=lambda pool: captures.append(room.rows))
+        )
+        made[-1].release = lambda: None
+        return made[-1]
+
+    monkeypatch.setattr(trunk_graph, "CapturedPass", small)
+    decoder = decoder_of(toy, SPECS["qwen3"], FLOWS["bf16"], kernels, graphs=True)
+    graphs, dice = decoder.graphs, random.Random(0)
+    assert graphs is not None
+    context, first_uses, packs = DevicePacked(torch.zeros(0), None), [], 0  # type: ignore[arg-type]
+    for step in range(20):
+        lengths = [min(3000, 1 + int(dice.lognormvariate(math.log(mean), 0.6))) for _ in range(256)]
+        groups = [GroupLengths(dice.randint(80, 250), tuple(lengths[i : i + 8])) for i in range(0, 256, 8)]
+        bins = pack(groups, budget, share_prompt=True)
+        before = len(made)
+        for members in bins:
+            parts = {n // 8: [lengths[m] for m in members if m // 8 == n // 8] for n in members}
+            runs = packed_runs([(groups[g].prompt, responses) for g, responses in parts.items()])
+            rows = sum(run.count for run in runs)
+            found = graphs._pass_for(decoder, padded_runs(tuple(runs), rows), context, torch.zeros(rows, 1))
+            assert found.room.holds(Room.of(padded_runs(tuple(runs), rows)))
+        if step >= 10:
+            packs += len(bins)
+            first_uses.append(len(made) - before)
+    assert sum(first_uses) <= 0.04 * packs, f"{sum(first_uses)} of {packs}"
+    assert len(captures) <= len(made) <= 60
 
 
 def test_few_rooms() -> None:

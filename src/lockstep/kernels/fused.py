@@ -15,7 +15,7 @@ probabilities are stored.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lockstep.kernels.attention_form import AttentionForm
 from lockstep.kernels.attention_index import Run
+from lockstep.kernels.packed_index import Room
 from lockstep.kernels.reference import PackedWeight
 from lockstep.numerics.formats import Operand, ScaleKind
 from lockstep.numerics.quantize import Quantized
@@ -39,7 +40,7 @@ class StaticIndex(Protocol):
     """An attention index whose storage stays while its runs change."""
 
     def fill(self, runs: Sequence[Run]) -> None:
-        """Puts in runs of the room that it was made with."""
+        """Puts in runs that the room holds."""
 
 
 class FusedKernels(Protocol):
@@ -121,14 +122,8 @@ class FusedKernels(Protocol):
 
     # Packs in fixed storage ------------------------------------------------------------------------------------
 
-    def room(self, runs: Sequence[Run], *, dense: bool) -> Hashable:
-        """What a static index must have room for, to hold these runs: equal for runs that one index can hold in turn. dense:
-        whether the gradient of attention may come from a library that takes whole sequences of one length only."""
-
-    def static_index(
-        self, runs: Sequence[Run], group: int, device: torch.device, *, dense: bool
-    ) -> StaticIndex:
-        """An index with room for these runs; they are not in it yet."""
+    def static_index(self, room: Room, group: int, device: torch.device) -> StaticIndex:
+        """An index with this room, for `group` query heads a key/value head; nothing is in it yet."""
 
     # Backward ------------------------------------------------------------------------------------------------
 

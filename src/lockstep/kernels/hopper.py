@@ -161,15 +161,9 @@ class HopperKernels(HopperGradients):
         """Pages, block tables and query tiles of packed runs."""
         return PackedIndex(tuple(runs), group, tables_of(runs, device))
 
-    def static_index(
-        self, runs: Sequence[Run], group: int, device: torch.device, *, dense: bool
-    ) -> StaticIndex:
+    def static_index(self, room: Room, group: int, device: torch.device) -> StaticIndex:
         """See `FusedKernels`."""
-        return StaticIndex(Room.of(runs, dense=dense), group, device)
-
-    def room(self, runs: Sequence[Run], *, dense: bool) -> Room:
-        """See `FusedKernels`."""
-        return Room.of(runs, dense=dense)
+        return StaticIndex(room, group, device)
 
     def attention(  # type: ignore[override]
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, index: Index, form: AttentionForm = PLAIN

@@ -10,7 +10,7 @@ Next: `gradient_index.py`, the backward pass's view; `../models/trunk_graph.py`,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -23,10 +23,10 @@ from lockstep.kernels.upload import upload
 
 ALIGNED = 64
 """Lists of a static index begin at multiples of so many numbers."""
-RUNS, MANY_RUNS = 8, 32
-"""A room has a multiple of so many runs: of the second number from there on."""
-SHARED_ENTRIES = 1024
-"""Where keys are shared, a room has a multiple of so many of them, or of a quarter of its rows: few rooms occur then."""
+FEW_RUNS = 16
+"""A room is made for at least so many runs, and for a power of two of them."""
+SPARE_ENTRIES = 1.25
+"""Where keys are shared, a room is made for so many times as many as the first pack has, in quarters of its rows."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,12 @@ class PackedIndex:
 
 @dataclass(frozen=True)
 class Room:
-    """What a static index can hold: exactly `rows` rows, at most so many runs and keys of all runs. block: rows of a tile of
-    queries. chunked: some row sees more than one chunk of keys. shared: some key belongs to several runs. batch: the rows are so
-    many whole sequences of one length, which a library may take for a dense batch; 0 where they aren't, or where none may."""
+    """What a pack needs of a static index, and what one has: exactly `rows` rows, so many runs and keys of all runs.
+
+    block: rows of a tile of queries. chunked: some row sees more than one chunk of keys. shared: some key belongs to several
+    runs. batch: the rows are so many whole sequences of one length, which a library may take for a dense batch; 0 where they
+    aren't, or where none may.
+    """
 
     rows: int
     runs: int
@@ -114,13 +117,30 @@ class Room:
 
     @classmethod
     def of(cls, runs: Sequence[Run], *, dense: bool = False) -> Room:
-        """For runs that cover all rows, and for others like them. dense: whether a library may take them for a dense batch."""
+        """What runs that cover all rows need. dense: whether a library may take them for a dense batch."""
         rows, keys = sum(r.count for r in runs), [r.position + r.count for r in runs]
-        count, shared = _up(len(runs), RUNS), any(r.position > 0 for r in runs)
-        count = count if count <= MANY_RUNS else _up(count, MANY_RUNS)
-        entries = _up(sum(keys), max(SHARED_ENTRIES, rows // 4)) if shared else rows
+        shared = any(r.position > 0 for r in runs)
         batch = len(runs) if dense and not shared and len({run.count for run in runs}) == 1 else 0
-        return cls(rows, count, entries, block_of(runs), max(keys) > CHUNK, shared, batch)
+        return cls(rows, len(runs), sum(keys), block_of(runs), max(keys) > CHUNK, shared, batch)
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Equal for rooms of which the larger holds what the smaller does, with the same bits."""
+        return self.rows, self.block, self.chunked, self.shared, self.batch
+
+    def holds(self, needed: Room) -> bool:
+        """Whether a pack that needs `needed` fits."""
+        return self.kind == needed.kind and self.runs >= needed.runs and self.entries >= needed.entries
+
+    def spacious(self, before: Room | None = None) -> Room:
+        """Room to spare for other packs of the kind, and for those of a room that was too small: few rooms are made then. What
+        isn't used costs little, since lists end in copies of their smallest tile."""
+        runs, entries = max(FEW_RUNS, 1 << (self.runs - 1).bit_length()), self.entries
+        if self.shared:
+            entries = _up(int(SPARE_ENTRIES * entries), max(KEY_TILE, self.rows // 4))
+        if before is not None:
+            runs, entries = max(runs, before.runs), max(entries, before.entries)
+        return replace(self, runs=runs, entries=entries)
 
     @property
     def pages(self) -> int:
@@ -165,9 +185,8 @@ class StaticIndex:
         )
 
     def fill(self, runs: Sequence[Run]) -> None:
-        """Puts in runs of this room."""
-        dense = self.room.batch > 0
-        assert Room.of(runs, dense=dense) == self.room, "these runs have another room"
+        """Puts in runs that the room holds."""
+        assert self.room.holds(Room.of(runs, dense=self.room.batch > 0)), "these runs need another room"
         forward, backward = tables_of(runs), gradient_index(runs)
         assert self.gradient.dense in (None, backward.dense), "rows of a batch lie in its order"
         prefill = forward.prefill

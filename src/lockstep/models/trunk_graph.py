@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.attention_index import Run
+from lockstep.kernels.packed_index import Room
 from lockstep.models.fused import fused_kernels, normed, weight_of
 from lockstep.models.fused_backward import Saved, Totals, layer_backward, weights_key
 from lockstep.models.fused_layer import Step, parameters_of
@@ -39,8 +40,8 @@ MOST_ROWS = 16384
 """Packs of more rows are launched one by one: the host keeps up, and they would hold much memory."""
 LEAST_STEP, STEPS = 128, 16
 """A pack is padded to a multiple of 128 rows, from 4,096 rows on to one of a sixteenth of the power of two below."""
-MOST_ROOMS = 32
-"""Passes that are kept."""
+MOST_ROOMS = 48
+"""Passes that are kept. Packs of samples of any lengths need as many as there are numbers of rows, once or twice."""
 CAPTURED_AT = 2
 """Which use of a room captures its pass. Before, the same work is launched kernel by kernel over the same storage, with the
 same bits."""
@@ -80,21 +81,22 @@ class TrunkGraphs:
         self, decoder: Decoder, runs: tuple[Run, ...], context: DevicePacked, h_TK: Tensor
     ) -> CapturedPass:
         self._check_storage(decoder)
-        room = fused_kernels(decoder.kernels).room(runs, dense=not decoder.deterministic)
+        needed = Room.of(runs, dense=not decoder.deterministic)
         key = (
-            room, context.scales is not None, context.quantize,
+            needed.kind, context.scales is not None, context.quantize,
             context.collector is not None, decoder.checkpointing, decoder.save_fp8, decoder.deterministic,
             tuple(p.requires_grad for p in decoder.parameters()),
         )  # fmt: skip
         found = self.passes.pop(key, None)
-        if found is None:
+        if found is None or not found.room.holds(needed):
+            room = needed.spacious(found.room if found else None)
             rows = padded_rows(len(h_TK))
             if self._rows is None or rows > len(self._rows.h_TK):
                 self._drop()
                 self._rows = PassRows.like(h_TK, 1 << (rows - 1).bit_length())
             while len(self.passes) >= MOST_ROOMS:
                 del self.passes[next(iter(self.passes))]
-            found = CapturedPass(self, decoder, runs, context, self._rows.first(rows))
+            found = CapturedPass(self, decoder, room, context, self._rows.first(rows))
         self.passes[key] = found  # now the youngest
         found.uses += 1
         if found.uses == CAPTURED_AT:
@@ -163,24 +165,23 @@ def padded_runs(runs: tuple[Run, ...], rows: int) -> tuple[Run, ...]:
 
 
 class CapturedPass:
-    """Forward and backward of one room. rows: their storage, padding included. uses: how often a pack was put in; see
+    """Forward and backward over one room. rows: their storage, padding included. uses: how often a pack was put in; see
     `CAPTURED_AT`."""
 
     def __init__(
         self,
         graphs: TrunkGraphs,
         decoder: Decoder,
-        runs: tuple[Run, ...],
+        room: Room,
         context: DevicePacked,
         rows: PassRows,
     ) -> None:
         device, spec = rows.h_TK.device, decoder.spec
-        self.graphs, self.decoder, self.rows, self.quantize = graphs, decoder, rows, context.quantize
+        self.graphs, self.decoder, self.quantize = graphs, decoder, context.quantize
+        self.room, self.rows = room, rows
         self.kernels = fused_kernels(decoder.kernels)
         self.parameters = tuple(p for p in _parameters(decoder) if p.requires_grad)
-        self.index = self.kernels.static_index(
-            runs, spec.query_group, device, dense=not decoder.deterministic
-        )
+        self.index = self.kernels.static_index(room, spec.query_group, device)
         self.scales: KVScales | None = None
         if context.scales is not None:
             self.scales = KVScales(torch.ones_like(context.scales.k), torch.ones_like(context.scales.v), 1)
