@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,12 @@ def test_every_step_is_exact_and_a_second_run_is_the_first(
     first, second = (device_spec(flow, name=name) for name in ("a", "b"))
     _, metrics = train(first)
     assert exact(metrics)
+    rows = [json.loads(line) for line in (Path(first.run_dir) / "metrics.jsonl").read_text().splitlines()]
+    launched, all_of_them = (
+        sum(row.get(name, 0) for row in rows)
+        for name in ("time/uncaptured_microbatches", "data/microbatches")
+    )
+    assert 0 < launched < all_of_them
     train(second)
     assert outcome(Path(first.run_dir)) == outcome(Path(second.run_dir))
 

@@ -4,6 +4,7 @@ keeps the plain one, and they agree bit for bit."""
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.models import trunk_graph
 from lockstep.models.build import sharing_decoder
 from lockstep.numerics.flow import FlowSpec
 from lockstep.trainer.loop import Trainer
@@ -34,11 +36,12 @@ def fused_kernels() -> Any:
 def run(open_trainer: Callable[[RunSpec], Any], fused_kernels: Any) -> Callable[..., Trainer]:
     """A finished run whose trainer fuses."""
 
-    def finish(spec: RunSpec, *, checkpointing: bool = False) -> Trainer:
+    def finish(spec: RunSpec, *, checkpointing: bool = False, graphs: bool = False) -> Trainer:
         with open_trainer(spec) as plain:
             parts = plain.parts
             parts.decoder = sharing_decoder(parts.decoder, parts.flows.trainer, fused_kernels())
             parts.decoder.checkpointing = checkpointing
+            parts.decoder.capture(graphs)
             trainer = Trainer(parts, plain.rewards, plain.logger)
             trainer.run("never")
         return trainer
@@ -68,6 +71,19 @@ def test_checkpointing_changes_no_bit(make_spec: MakeSpec, run: Callable[..., Tr
         assert trainer.receipt is not None
         digests.append(trainer.receipt.digest)
     assert digests[0] == digests[1]
+
+
+def test_it_says_how_many_passes_were_not_captured(
+    make_spec: MakeSpec, run: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trunk_graph, "MOST_ROWS", 0)
+    for graphs in (False, True):
+        spec = make_spec(name=str(graphs), update=UpdateSpec(2, max_tokens_per_microbatch=40))
+        run(spec, graphs=graphs)
+        rows = [json.loads(line) for line in (Path(spec.run_dir) / "metrics.jsonl").read_text().splitlines()]
+        steps = [row for row in rows if "data/microbatches" in row]
+        expected = [row["data/microbatches"] if graphs else None for row in steps]
+        assert len(steps) == 2 and [row.get("time/uncaptured_microbatches") for row in steps] == expected
 
 
 def test_a_checkpoint_says_which_kernels_made_it(make_spec: MakeSpec, run: Callable[..., Trainer]) -> None:

@@ -50,10 +50,12 @@ def hidden(decoder: Decoder, ids_T: Tensor, context: DevicePacked) -> Tensor:
     """
     refuse(decoder)
     h_TK: Tensor = decoder.model.embed_tokens(ids_T)
-    if decoder.graphs is not None and decoder.graphs.takes(context):
-        out_TK = decoder.graphs.hidden(decoder, h_TK, context)
-        context.finish()
-        return out_TK
+    if decoder.graphs is not None:
+        if decoder.graphs.takes(context):
+            out_TK = decoder.graphs.hidden(decoder, h_TK, context)
+            context.finish()
+            return out_TK
+        decoder.graphs.launched += 1
     delta_TK: Tensor | None = None
     for number in range(len(decoder.model.layers)):
         h_TK, delta_TK = Step.of(decoder, number, context).apply(h_TK, delta_TK)

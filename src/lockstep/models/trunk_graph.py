@@ -54,12 +54,13 @@ def padded_rows(rows: int) -> int:
 
 
 class TrunkGraphs:
-    """Captured passes of a decoder, by the room that a pack needs and by what is done with it. turn: counts passes."""
+    """Captured passes of a decoder, by the room that a pack needs and by what is done with it. turn: counts passes. launched:
+    counts those whose kernels were launched one by one."""
 
     def __init__(self) -> None:
         self.passes: dict[Hashable, CapturedPass] = {}
         self.totals = Totals({}, {})
-        self.turn = 0
+        self.turn = self.launched = 0
         self._rows: PassRows | None = None
         self._captured_rows = 0
         self._pool: Any = None
@@ -99,6 +100,7 @@ class TrunkGraphs:
             found = CapturedPass(self, decoder, room, context, self._rows.first(rows))
         self.passes[key] = found  # now the youngest
         found.uses += 1
+        self.launched += found.uses < CAPTURED_AT
         if found.uses == CAPTURED_AT:
             self._capture(found)
         return found

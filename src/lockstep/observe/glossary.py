@@ -272,6 +272,10 @@ _DATA = {
 _TIME = {
     "time/<phase>_s": _m("Seconds in this phase; phases don't overlap.", "s"),
     "time/step_s": _m("Seconds of the whole step.", "s"),
+    "time/uncaptured_microbatches": _m(
+        "Micro-batches whose kernels the host launched one by one: the first of a kind, or of more than 16,384 rows.",
+        "count",
+    ),
     "memory/rss_gb": _m("Largest resident size of the process so far.", "GiB"),
     "memory/cuda_gb": _m("Most GPU memory held by tensors in this step.", "GiB"),
 }

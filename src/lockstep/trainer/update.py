@@ -128,7 +128,8 @@ class Updater:
         scored = mismatch.tokens > 0
         reduced: list[dict[str, Reduced]] = []
         metrics: dict[str, float] = {"optim/lr": self.optimizer.learning_rate()}
-        applied = 0
+        applied, graphs = 0, self.parts.decoder.graphs
+        launched = 0 if graphs is None else graphs.launched
         self.moved, self.warning = False, ""
         trained = [b for b in self.mini_batches(samples) if b]
         if scored:
@@ -150,6 +151,8 @@ class Updater:
                 metrics["optim/grad_norm"] = result.grad_norm
                 if not last:
                     self.parts.decoder.refresh(self.parts.decoder.version)
+        if graphs is not None:
+            metrics["time/uncaptured_microbatches"] = float(graphs.launched - launched)
         metrics["optim/applied_steps"] = float(applied)
         metrics["optim/skipped_steps"] = float(self.optimizer.skipped)
         metrics |= {name: value.result() for name, value in merge_metrics(reduced).items()}
