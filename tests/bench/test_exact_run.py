@@ -18,7 +18,7 @@ from lockstep.numerics.flow import FlowSpec
 from lockstep.rewards.spec import RewardSpec
 from lockstep.trainer.spec import ModelSource, RunSpec, UpdateSpec
 
-GOOD = ExactRun("smollm2-135m", "fp8+kv8", "hopper", True, 50, 1000, 0, 0.0, 50, 3.0, 0.1)
+GOOD = ExactRun("smollm2-135m", "fp8+kv8", "hopper", True, 50, 1000, 0, 0.0, 50, 3.0, 0.5, 0.1)
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -56,12 +56,12 @@ def test_a_run_is_read_from_its_metrics(spec: RunSpec) -> None:
     write(
         spec,
         {},
-        {"mismatch/max_abs_dlogp": 0.125, "mismatch/exact_tokens": 0.9},
-        {"sync/changed_codes_pct": 0.0},
+        {"mismatch/max_abs_dlogp": 0.125, "mismatch/exact_tokens": 0.9, "time/uncaptured_microbatches": 1.0},
+        {"sync/changed_codes_pct": 0.0, "time/uncaptured_microbatches": 1.5},
     )
     run = read_run(spec, kernels="hopper")
-    assert run == ExactRun("qwen3-1.7b", "fp8+kv8", "hopper", True, 3, 30, 1, 0.125, 2, 2.0, 0.25)
-    assert not run.exact and "1 steps DIFFER" in run.line()
+    assert run == ExactRun("qwen3-1.7b", "fp8+kv8", "hopper", True, 3, 30, 1, 0.125, 2, 2.0, 1.5, 0.25)
+    assert not run.exact and "1 steps DIFFER" in run.line() and "(1.5 not captured)" in run.line()
     assert read_run(spec, kernels="hopper", broken=True).inexact == 2, "the step that ended a run counts"
     write(spec)
     none = read_run(spec, kernels="hopper", broken=True)

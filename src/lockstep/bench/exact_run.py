@@ -32,8 +32,8 @@ SIZES = (
 @dataclass(frozen=True)
 class ExactRun:
     """One run. steps, tokens: compared. inexact: steps in which a log-probability differed. max_abs_dlogp: of the steps that
-    ended, None without one. moved: steps whose publication changed codes. microbatches: of a step, on average. step_s: seconds
-    of a step, on average."""
+    ended, None without one. moved: steps whose publication changed codes. On average of a step: microbatches, how many of them
+    were launched kernel by kernel (uncaptured), and seconds."""
 
     model: str
     flow: str
@@ -45,6 +45,7 @@ class ExactRun:
     max_abs_dlogp: float | None
     moved: int
     microbatches: float
+    uncaptured: float
     step_s: float
 
     @property
@@ -64,7 +65,8 @@ class ExactRun:
         differ = f"{self.inexact} steps DIFFER" if self.inexact else "every log-probability equal"
         return (
             f"{self.model}, {self.flow}, {self.kernels}: {self.steps} steps of {self.step_s:.2f} s, {self.tokens:,} tokens, "
-            f"{self.microbatches:.1f} micro-batches a step, weights moved in {self.moved}, max |delta logp| "
+            f"{self.microbatches:.1f} micro-batches a step ({self.uncaptured:.1f} not captured), "
+            f"weights moved in {self.moved}, max |delta logp| "
             f"{'unknown' if self.max_abs_dlogp is None else format(self.max_abs_dlogp, 'g')}, {differ}"
         )
 
@@ -88,6 +90,8 @@ def read_run(spec: RunSpec, kernels: str, *, broken: bool = False) -> ExactRun:
         max((row["mismatch/max_abs_dlogp"] for row in steps), default=None),
         sum(row["sync/changed_codes_pct"] > 0 for row in steps),
         sum(row["data/microbatches"] for row in steps) / max(len(steps), 1),
+        sum(row.get("time/uncaptured_microbatches", row["data/microbatches"]) for row in steps)
+        / max(len(steps), 1),
         sum(row["time/step_s"] for row in steps) / max(len(steps), 1),
     )
 
