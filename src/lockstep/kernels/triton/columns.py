@@ -41,7 +41,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.operation import operation
 from lockstep.kernels.triton.numbers import (
@@ -52,6 +51,7 @@ from lockstep.kernels.triton.numbers import (
     split_reciprocal,
 )
 from lockstep.kernels.triton.quantize import empty_codes, quantize_rows
+from lockstep.kernels.triton.ring import boxes
 from lockstep.kernels.triton.sizes import cdiv, processors
 from lockstep.numerics.formats import BLOCK, E4M3
 
@@ -464,7 +464,7 @@ def _launch(
     ahead = AHEAD and aligned(x_TN)
     _both[(programs(total, x_TN.device, TOGETHER) if ahead else total,)](
         x_TN,
-        tiles(x_TN) if ahead else x_TN,
+        boxes(x_TN, 128, 128) if ahead else x_TN,
         *(norm if norm is not None else (x_TN, x_TN)),
         codes,
         scale,
@@ -494,13 +494,6 @@ def _launch(
 def aligned(*matrices: Tensor) -> bool:
     """Whether bulk copies take these rows."""
     return all(x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in matrices)
-
-
-def tiles(x_TN: Tensor) -> TensorDescriptor:
-    """For bulk copies of tiles of 128 by 128; what lies outside of x is zero."""
-    kinds = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, E4M3: gl.float8e4nv}
-    layout = gl.NVMMASharedLayout.get_default_for([128, 128], kinds[x_TN.dtype])
-    return TensorDescriptor.from_tensor(x_TN, [128, 128], layout)
 
 
 def programs(total: int, device: torch.device, together: int) -> int:

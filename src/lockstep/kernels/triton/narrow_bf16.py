@@ -21,12 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.triton.gemm import banded, empty_product
 from lockstep.kernels.triton.narrow_gemm import Arrangement
-from lockstep.kernels.triton.ring import arrived
+from lockstep.kernels.triton.ring import arrived, boxes
 from lockstep.kernels.triton.sizes import cdiv
 
 STEP = 64
@@ -178,8 +177,8 @@ def narrow_bf16_matmul(
     form = Arrangement.of(rows, columns, tile=tile, tokens=tokens, left=left)
     y = empty_product(x_MK, w_NK, dtype)
     _narrow_bf16[form.grid](
-        _descriptor(w_NK, tile),
-        _descriptor(x_MK, form.bm),
+        boxes(w_NK, tile, STEP),
+        boxes(x_MK, form.bm, STEP),
         y,
         rows,
         columns,
@@ -200,8 +199,3 @@ def takes(x_MK: Tensor, w_NK: Tensor) -> bool:
     """Whether bulk copies can read these operands, and results can be counted in 31 bits."""
     aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) == 1 for t in (x_MK, w_NK))
     return aligned and x_MK.dtype == w_NK.dtype == torch.bfloat16 and len(x_MK) * len(w_NK) < 2**31
-
-
-def _descriptor(values: Tensor, rows: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, STEP], gl.bfloat16)
-    return TensorDescriptor.from_tensor(values, [rows, STEP], layout)

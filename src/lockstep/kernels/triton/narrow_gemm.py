@@ -37,7 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.triton.gemm import empty_product
-from lockstep.kernels.triton.ring import arrived
+from lockstep.kernels.triton.ring import arrived, box_layout
 from lockstep.kernels.triton.sizes import cdiv
 
 MOST_ROWS = 256
@@ -439,6 +439,6 @@ def _descriptor(codes: Tensor, rows: int, blocks: int) -> TensorDescriptor:
     """Boxes of so many blocks and rows: codes [R, K] seen as [K / 128, R, 128]."""
     count, depth = codes.shape
     box = [blocks, rows, 128]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.float8e4nv)
+    layout = box_layout(codes.dtype, *box)
     stride = codes.stride(0)
     return TensorDescriptor(codes, [depth // 128, count, 128], [128, stride, 1], box, layout)

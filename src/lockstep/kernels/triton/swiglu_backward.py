@@ -31,11 +31,11 @@ from lockstep.kernels.triton.columns import (
     store_rows,
     tile_layout,
     tile_places,
-    tiles,
     widened,
     words,
 )
 from lockstep.kernels.triton.numbers import sigmoid
+from lockstep.kernels.triton.ring import boxes
 from lockstep.kernels.triton.sizes import cdiv
 from lockstep.numerics.formats import BLOCK, E4M3
 
@@ -241,8 +241,8 @@ def _backward(
         if tokens and width and (rows or columns):
             total = grid[0] * grid[1]
             _swiglu_codes[(programs(total, grad_TN.device, TOGETHER),)](
-                tiles(grad_TN),
-                tiles(held),
+                boxes(grad_TN, 128, 128),
+                boxes(held, 128, 128),
                 scale,
                 *to,
                 words(to_words[0]),

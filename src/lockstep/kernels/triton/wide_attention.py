@@ -33,12 +33,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels import attention_form as form
 from lockstep.kernels.triton.columns import divided
 from lockstep.kernels.triton.numbers import half, scale_of
-from lockstep.kernels.triton.ring import arrived
+from lockstep.kernels.triton.ring import arrived, boxes
 from lockstep.kernels.triton.sizes import processors
 
 PAGE = gl.constexpr(form.PAGE)
@@ -442,15 +441,10 @@ def launch(
     together = GROUPS.value // (block // 64)
     total = len(tiles_N4) * kv_heads * -(-(heads // kv_heads) // together)
     programs = min(total, processors(q_THD.device)) if plan.persistent else total
-    queries = _descriptor(q_THD.view(rows, heads * dim), 64, dim)
-    keys, values = _descriptor(k_pages.view(-1, dim), 64, dim), _descriptor(v_pages.view(-1, 64), dim, 64)
+    queries = boxes(q_THD.view(rows, heads * dim), 64, dim)
+    keys, values = boxes(k_pages.view(-1, dim), 64, dim), boxes(v_pages.view(-1, 64), dim, 64)
     _wide[(programs,)](
         queries, keys, values, out, lse_TH, tiles_N4, table, *scales, out_scale, out_scale.stride(1), base, total,
         heads, kv_heads, dim, block, chunks, steps, scaled, lse, codes, pow2,
         plan.stages, plan.pingpong, plan.held, plan.spill and chunks, num_warps=4,
     )  # fmt: skip
-
-
-def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-    return TensorDescriptor.from_tensor(x, [rows, columns], layout)
