@@ -1,5 +1,6 @@
 """What `lockstep bench rollout` is asked for, and which goals its figures answer."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,12 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lockstep.bench import rollout as bench
 from lockstep.bench.rollout import GOALS, PROFILED_TOKENS, Throughput, Work, decode_profile, goals
+from lockstep.bench.timing import Ceilings
+from lockstep.cli.bench import rollout
 from lockstep.errors import ConfigError
 from lockstep.kernels.reference import ReferenceKernels
 from lockstep.models.decoder import Decoder
 from lockstep.numerics.flow import fp8_flow
 from lockstep.rollout.engine import EmbeddedEngine
+from lockstep.rollout.types import SamplingParams
 
 
 def test_a_work_is_parsed_and_named() -> None:
@@ -88,3 +93,37 @@ def test_a_profile_is_of_decode_steps_half_way(monkeypatch: pytest.MonkeyPatch, 
     title, recalled = decode_profile(decoder, Work(2, 64, 128))
     assert title == f"{PROFILED_TOKENS} steps of 2 rows at 129 keys"
     assert int(recalled) == 2 * 128, "all of both prompts but the last token"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"top_p": 0.0}, "no token is left"),
+        ({"top_k": 5, "goals": True}, "goals are of tokens drawn from all"),
+    ],
+    ids=str,
+)
+def test_a_truncation_that_says_nothing_is_refused_before_any_work(
+    options: dict[str, float], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        rollout(**options)  # type: ignore[arg-type]
+
+
+def test_both_engines_draw_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def run(*_: object, env: dict[str, str], **__: object) -> SimpleNamespace:
+        seen.append(json.loads(env["LOCKSTEP_VLLM_JOB"]))
+        line = "RESULT " + json.dumps({"version": "1", "seconds": 2.0, "tokens": 6})
+        return SimpleNamespace(returncode=0, stdout=line, stderr="")
+
+    monkeypatch.setattr(bench, "ours", lambda *_, params, **__: [seen.append(params)])
+    monkeypatch.setattr("subprocess.run", run)
+    params, work = SamplingParams(1, top_p=0.9, top_k=40), Work(1, 2, 3)
+    _, theirs = bench.run_rollout(
+        Ceilings(1.0, 1.0), "qwen3-0.6b", [work], ["bf16"], vllm=True, params=params
+    )
+    assert theirs == Throughput("vllm 1", "bf16", work.name, 2.0, 3.0)
+    ours, job = seen
+    assert ours == params and isinstance(job, dict) and (job["top_p"], job["top_k"]) == (0.9, 40)

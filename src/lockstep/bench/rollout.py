@@ -1,9 +1,9 @@
 """Rollout throughput of the embedded engine on random weights, and vLLM's beside it in the same call.
 
 The same prompts (random token ids), the same lengths (end tokens are ignored), the sampled token's log-probability wanted,
-temperature 1. A short pass compiles and captures; the second is measured. Each side makes its model once a flow and does all
-works with it. The byte floor is what a decode step must read at the measured copy bandwidth: every weight once, and each
-sequence's keys and values once.
+temperature 1, top-p and top-k where asked for. A short pass compiles and captures; the second is measured. Each side makes its
+model once a flow and does all works with it. The byte floor is what a decode step must read at the measured copy bandwidth: every
+weight once, and each sequence's keys and values once.
 
 Next: `vllm_side.py` for the other engine, `price.py` for what exactness costs, `../rollout/decode_loop.py` for ours.
 """
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,8 @@ WARM_TOKENS = 24
 """Tokens of a completion in the pass that compiles and captures."""
 PROFILED_TOKENS = 16
 """Decode steps of a profile."""
+PLAIN = SamplingParams(1)
+"""From the whole softmax. Lengths are the work's."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +138,15 @@ def run_rollout(
     *,
     vllm: bool,
     told: Say | None = None,
+    params: SamplingParams = PLAIN,
 ) -> Iterator[Throughput]:
-    """Under every flow, ours and then, if asked for, vLLM. told: gets the profile of our decode steps."""
+    """Under every flow, ours and then, if asked for, vLLM. told: gets the profile of our decode steps. params: how tokens are
+    drawn."""
     spec = preset(model)
     for name in flows:
-        yield from ours(ceilings, spec, works, name, told=told)
+        yield from ours(ceilings, spec, works, name, told=told, params=params)
         if vllm:
-            yield from theirs(spec, works, name)
+            yield from theirs(spec, works, name, params)
 
 
 def ours(
@@ -153,15 +157,16 @@ def ours(
     kernels: Kernels | None = None,
     label: str = "lockstep",
     told: Say | None = None,
+    params: SamplingParams = PLAIN,
 ) -> Iterator[Throughput]:
     """The embedded engine; leaves the GPU empty."""
     decoder = random_decoder(spec, FLOWS[name](), kernels or select("hopper"), torch.device("cuda"))
     for work in works:
-        yield _ours(ceilings, decoder, work, name, label)
+        yield _ours(ceilings, decoder, work, name, label, params)
         gc.collect()
         if told is not None:
             torch.cuda.empty_cache()  # the next engine asks the GPU what is free
-            for line in decode_profile(decoder, work):
+            for line in decode_profile(decoder, work, params):
                 told(line)
             gc.collect()
         torch.cuda.empty_cache()
@@ -170,12 +175,14 @@ def ours(
     torch.cuda.empty_cache()
 
 
-def _ours(ceilings: Ceilings, decoder: Decoder, work: Work, name: str, label: str) -> Throughput:
+def _ours(
+    ceilings: Ceilings, decoder: Decoder, work: Work, name: str, label: str, params: SamplingParams
+) -> Throughput:
     engine = _engine(decoder, work)
     prompts = work.ids(decoder.spec.vocab_size)
     seconds, drawn, host = 0.0, 0, 0.0
     for attempt, new_tokens in enumerate((min(WARM_TOKENS, work.new_tokens), work.new_tokens)):
-        asked = _requests(prompts, new_tokens)
+        asked = _requests(prompts, replace(params, max_tokens=new_tokens))
         engine.steps, engine.waited = 0, 0.0
         torch.cuda.synchronize()
         begun = time.perf_counter()
@@ -190,13 +197,13 @@ def _ours(ceilings: Ceilings, decoder: Decoder, work: Work, name: str, label: st
     )
 
 
-def decode_profile(decoder: Decoder, work: Work) -> list[str]:
+def decode_profile(decoder: Decoder, work: Work, params: SamplingParams = PLAIN) -> list[str]:
     """Where decode steps spend their time half-way through the work. Prompts are as long as sequences are then, and all but their
     last token come from the prefix cache, so that hardly anything else is in it."""
     keys = (work.prompt_tokens + work.new_tokens // 2) // PAGE * PAGE + 1
     longer = Work(work.prompts, keys, PROFILED_TOKENS)
     engine = _engine(decoder, longer, prefix_cache=True)
-    asked = _requests(longer.ids(decoder.spec.vocab_size), PROFILED_TOKENS)
+    asked = _requests(longer.ids(decoder.spec.vocab_size), replace(params, max_tokens=PROFILED_TOKENS))
 
     def generate() -> None:
         engine.generate(asked, seed=0, step=0, expected_version=1)
@@ -220,8 +227,7 @@ def _engine(decoder: Decoder, work: Work, *, prefix_cache: bool = False) -> Embe
     return engine
 
 
-def _requests(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Request]:
-    params = SamplingParams(new_tokens)
+def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:
     return [Request(tuple(p), i, 1, params) for i, p in enumerate(prompts)]
 
 
@@ -233,9 +239,14 @@ def _free_tokens(decoder: Decoder) -> int:
     return max(int((free - 6e9) / token), 1) // PAGE * PAGE
 
 
-def theirs(spec: ModelSpec, works: Sequence[Work], name: str) -> list[Throughput]:
+def theirs(
+    spec: ModelSpec, works: Sequence[Work], name: str, params: SamplingParams = PLAIN
+) -> list[Throughput]:
     """vLLM in a process of its own. Raises UserError with its last lines when it fails."""
-    job = {"model": hf_shape(spec), "works": [asdict(w) for w in works], "flow": name, "warm": WARM_TOKENS}
+    job = {
+        "model": hf_shape(spec), "works": [asdict(w) for w in works], "flow": name, "warm": WARM_TOKENS,
+        "top_p": params.top_p, "top_k": params.top_k,
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "lockstep.bench.vllm_side"],
         env=os.environ | {"LOCKSTEP_VLLM_JOB": json.dumps(job)},

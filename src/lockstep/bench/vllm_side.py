@@ -53,8 +53,9 @@ def main() -> None:
             seconds, tokens = 0.0, 0
             for new_tokens in (min(job["warm"], work.new_tokens), work.new_tokens):
                 params = vllm.SamplingParams(
-                    temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False
-                )
+                    temperature=1.0, top_p=job["top_p"], top_k=job["top_k"],
+                    max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False,
+                )  # fmt: skip
                 torch.cuda.synchronize()
                 begun = time.perf_counter()
                 outputs = llm.generate(prompts, params, use_tqdm=False)

@@ -114,10 +114,23 @@ def rollout(
         bool,
         typer.Option("--profile", help="Also print the longest kernels of a decode step, half-way through."),
     ] = False,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Of both engines; 1 keeps all tokens.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Of both engines; 0 keeps all tokens.")] = 0,
     out: Out = None,
     goals: Goals = False,
 ) -> None:
     """Rollout throughput of the embedded engine, against the byte floor and, if asked for, vLLM in the same call."""
+    from lockstep.rollout.types import SamplingParams
+
+    params = SamplingParams(1, top_p=top_p, top_k=top_k)
+    if not top_p:
+        raise ConfigError("no token is left", where="--top-p", fix="a share above 0")
+    if goals and params.truncated:
+        raise ConfigError(
+            "goals are of tokens drawn from all", where="--goals", fix="leave out --top-p and --top-k"
+        )
     ceilings = begin("lockstep bench rollout")
     from dataclasses import asdict
 
@@ -128,7 +141,7 @@ def rollout(
     found: list[bench.Throughput] = []
     try:
         told = typer.echo if profile else None
-        for result in bench.run_rollout(ceilings, model, works, chosen, vllm=vllm, told=told):
+        for result in bench.run_rollout(ceilings, model, works, chosen, vllm=vllm, told=told, params=params):
             found.append(result)
             typer.echo(result.line())
     finally:  # what was measured is kept, whatever stops the rest
@@ -137,6 +150,7 @@ def rollout(
             name = f"rollout-{model}-" + "-".join(
                 f"{w.prompts}x{w.prompt_tokens}-{w.new_tokens}" for w in works
             )
+            name += f"-top_p{top_p:g}-top_k{top_k}" if params.truncated else ""
             finish(name, out, ceilings.record(), [asdict(t) for t in found], reached)
 
 
