@@ -132,6 +132,24 @@ def test_it_is_the_pass_kernel_by_kernel(name: str, flow: str, checkpointing: bo
         assert all(torch.equal(replayed, done) for replayed, done in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_larger_room_changes_no_bit(flow: str) -> None:
+    """Whichever packs came before: a run that goes on from a checkpoint has seen others."""
+    decoder, more_keys = decoder_of("qwen3-0.6b", FLOWS[flow], graphs=True), ((300, (48,) * 6),)
+    rooms, outs, found = [], [], []
+    for parts in (PACKS[0], PACKS[0], more_keys, PACKS[0], PACKS[0]):
+        decoder.zero_grad(set_to_none=True)
+        out = pass_of(decoder, parts)
+        (held,) = decoder.graphs.passes.values()  # type: ignore[union-attr]
+        rooms.append(held.room)
+        if parts is PACKS[0]:
+            outs.append(out)
+            found.append(grads(decoder))
+    assert rooms[0] == rooms[1] and rooms[2] == rooms[3] == rooms[4] and rooms[2].entries > rooms[1].entries
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert all(torch.equal(grad, found[0][name]) for some in found for name, grad in some.items())
+
+
 def test_a_captured_batch_of_whole_sequences_goes_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the same bits in every run are not asked for: attention's gradient is then cuDNN's, inside the graph too."""
     from lockstep.kernels import attention_library  # needs Triton
