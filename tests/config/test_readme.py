@@ -42,7 +42,16 @@ def test_the_reward_function_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/architecture.md", "docs/dependencies.md"]
+    "page",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/index.md",
+        "docs/architecture.md",
+        "docs/dependencies.md",
+        "docs/coming-from.md",
+        "docs/on-a-gpu.md",
+    ],
 )
 def test_links_lead_somewhere(page: str) -> None:
     file = Path(__file__).parents[2] / page

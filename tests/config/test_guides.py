@@ -1,0 +1,66 @@
+"""docs/coming-from.md and docs/on-a-gpu.md name keys that exist, and their configurations load."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.load import load_run
+from lockstep.observe.glossary import GLOSSARY
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("coming-from.md", "on-a-gpu.md")
+
+
+def known_keys() -> set[str]:
+    """Of docs/configuration.md, which `test_reference.py` holds against the specs."""
+    section, found = "", set()
+    for line in (DOCS / "configuration.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            section = "" if line == "## The run" else line.removeprefix("## ") + "."
+        elif key := re.match(r"\| `([a-z_0-9]+)` \|", line):
+            found.add(section + key[1])
+    return found
+
+
+def rows(page: str) -> list[list[str]]:
+    """Cells of all tables, headings left out."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    tables = re.findall(r"^\|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
+    return [re.split(r" \| ?", line.strip("| ")) for table in tables for line in table.splitlines()]
+
+
+@pytest.mark.parametrize(("page", "column", "least"), [("coming-from.md", 1, 60), ("on-a-gpu.md", 0, 10)])
+def test_every_key_exists(page: str, column: int, least: int) -> None:
+    known = known_keys()
+    named = [key for cells in rows(page) for key in re.findall(r"`([^`]+)`", cells[column])]
+    assert len(named) >= least and "update.steps" in known and "rewards" in known
+    assert [key for key in named if key not in known] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_other_keys_in_the_text_exist_too(page: str) -> None:
+    known = known_keys()
+    sections = "|".join(sorted({key.partition(".")[0] for key in known if "." in key}))
+    text = re.sub(r"^\|.*$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.M)
+    named = re.findall(rf"`((?:{sections})\.[a-z_0-9]+)(?::[^`]*)?`", text)
+    assert named and [key for key in named if key not in known] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_configurations_load(page: str, tmp_path: Path) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)
+    assert blocks
+    for i, block in enumerate(blocks):
+        file = tmp_path / f"{i}.yaml"
+        file.write_text(block, encoding="utf-8")
+        assert load_run(file, []).update.steps == 200
+
+
+def test_metrics_exist() -> None:
+    text = (DOCS / "on-a-gpu.md").read_text(encoding="utf-8")
+    names = re.findall(r"`((?:time|data|mismatch)/[^`]+)`", text)
+    assert len(names) >= 4 and [name for name in names if name not in GLOSSARY] == []
