@@ -14,7 +14,7 @@ class UserError(Exception):
     """
 
     exit_code = 2
-    kind = "error"
+    kind = ""
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
         self.what, self.where, self.why, self.fix = what, where, why, fix

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if told is None or debug:
             raise
         line = told.line() if isinstance(told, UserError) else " ".join(str(told).split())
-        print(f"error: {told.kind}: {line}", file=sys.stderr)
+        print(": ".join(part for part in ("error", told.kind, line) if part), file=sys.stderr)
         sys.exit(told.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,6 +1,6 @@
-"""`lockstep model`: make or import a Hugging Face model folder.
+"""`lockstep model`: make, import or download a Hugging Face model folder.
 
-Next: `models/tiny.py`, `models/gguf.py`.
+Next: `models/tiny.py`, `models/gguf.py`, `models/hub.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Make or import a model folder.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Make, import or download a model folder.", no_args_is_help=True, rich_markup_mode=None
+)
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.", show_default=False)]
 
@@ -23,6 +25,18 @@ def import_gguf(
     from lockstep.models.gguf import import_gguf
 
     typer.echo(f"wrote {import_gguf(source, out)}")
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Such as Qwen/Qwen3-1.7B.", show_default=False)],
+    out: Out,
+    revision: Annotated[str, typer.Option(metavar="REV", help="Branch, tag or commit.")] = "main",
+) -> None:
+    """Download a model from the Hugging Face hub: safetensors and tokenizer, no code."""
+    from lockstep.models.hub import fetch_hub
+
+    typer.echo(f"wrote {fetch_hub(out, name=name, revision=revision)}")
 
 
 @app.command()

