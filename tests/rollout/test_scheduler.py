@@ -16,6 +16,7 @@ from lockstep.numerics.flow import bf16_flow
 from lockstep.rollout.cache import PagedCache
 from lockstep.rollout.scheduler import Scheduler
 from lockstep.rollout.sequence import Sequence
+from lockstep.rollout.spec import RolloutSpec
 from lockstep.rollout.types import Request, SamplingParams
 
 SPEC = tiny_spec(hidden=2, layers=1, heads=1, kv_heads=1, intermediate=2)
@@ -172,3 +173,13 @@ def test_a_request_that_can_never_fit_is_refused_with_numbers() -> None:
     assert "rollout.cache_tokens to at least 24" in line
     assert scheduler.done, "nothing of it was queued"
     scheduler.add(Request(tuple(range(15)), 0, 1, SamplingParams(5)))
+
+
+def test_a_token_budget_that_was_left_open() -> None:
+    """It is the backend's, and every running sequence can decode."""
+    assert RolloutSpec().batched_tokens(gpu=False) == 1024 and RolloutSpec().batched_tokens(gpu=True) == 8192
+    assert RolloutSpec(max_running=2000).batched_tokens(gpu=False) == 2000
+    assert RolloutSpec(max_batched_tokens=77).batched_tokens(gpu=True) == 77
+    for wrong in (-1, 63):
+        with pytest.raises(ValueError, match="at least max_running"):
+            RolloutSpec(max_batched_tokens=wrong)

@@ -245,7 +245,7 @@ def _load(spec: RunSpec, model: ModelSpec, flows: FlowPair, prompt: int) -> Load
         min(rows, trained),
         cache_tokens(r, model, flows.rollout, prompt, spec.eval.max_new_tokens),
         min(r.max_running, r.prompts_per_step * r.samples_per_prompt),
-        r.max_batched_tokens,
+        r.batched_tokens(gpu=spec.kernels in ("auto", "hopper")),
     )
 
 

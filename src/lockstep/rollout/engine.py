@@ -130,7 +130,8 @@ class EmbeddedEngine:
                 f"the engine uses KV scales v{self.scale_version}, v{expected_scale_version} was expected"
             )
         self.cache.renew(PrefixKey(self.version, self.decoder.refreshes, self.scale_version))
-        scheduler = Scheduler(self.cache, self.spec.max_running, self.spec.max_batched_tokens)
+        budget = self.spec.batched_tokens(gpu=self.decoder.kernels.fused)
+        scheduler = Scheduler(self.cache, self.spec.max_running, budget)
         sequences = [s for request in requests for s in scheduler.add(request)]
         try:
             if self._loops(requests):

@@ -53,8 +53,9 @@ class RolloutSpec:
     max_running: int = 64
     """Most sequences decoded in one engine step."""
 
-    max_batched_tokens: int = 1024
-    """Most tokens computed in one engine step; longer prompts are prefilled in chunks."""
+    max_batched_tokens: int = 0
+    """Most tokens computed in one engine step; longer prompts are prefilled in chunks. 0: 8,192 on a GPU, whose products want
+    many rows, 1,024 elsewhere, and at least max_running. Any value gives the same bits."""
 
     page_size: int = 64
     """Tokens in a page of the KV cache. Any value gives the same bits."""
@@ -76,6 +77,10 @@ class RolloutSpec:
     cache_gb: float = 0.0
     """Capacity of the KV cache in GB; 0 leaves it to `cache_tokens`."""
 
+    def batched_tokens(self, *, gpu: bool) -> int:
+        """`max_batched_tokens`, where it is left open too."""
+        return self.max_batched_tokens or max(8192 if gpu else 1024, self.max_running)
+
     @property
     def truncates(self) -> bool:
         """Whether tokens are drawn from less than the full softmax."""
@@ -87,7 +92,7 @@ class RolloutSpec:
                 raise ValueError(f"{name} must be at least 1")
         if self.max_kept < 1:
             raise ValueError("max_kept must be at least 1")
-        if self.max_batched_tokens < self.max_running:
+        if self.max_batched_tokens and self.max_batched_tokens < self.max_running:
             raise ValueError(
                 "max_batched_tokens must be at least max_running: each running sequence decodes one token"
             )
