@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.load import load_run
+from lockstep.config.plan import budget
+from lockstep.models.spec import PRESETS
 from lockstep.observe.glossary import GLOSSARY
+from lockstep.trainer.workload import Card
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("coming-from.md", "on-a-gpu.md")
@@ -58,6 +61,15 @@ def test_configurations_load(page: str, tmp_path: Path) -> None:
         file = tmp_path / f"{i}.yaml"
         file.write_text(block, encoding="utf-8")
         assert load_run(file, []).update.steps == 200
+
+
+def test_the_run_to_start_from_fits(tmp_path: Path) -> None:
+    """With the memory that the page says."""
+    text = (DOCS / "on-a-gpu.md").read_text(encoding="utf-8")
+    file = tmp_path / "run.yaml"
+    file.write_text(re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)[0], encoding="utf-8")
+    found = budget(load_run(file, []), Card(80.0), model=PRESETS["qwen3-1.7b"])
+    assert found.fits and f"{found.peak / 1e9:.0f} GB at most" in text
 
 
 def test_metrics_exist() -> None:
