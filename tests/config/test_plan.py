@@ -167,6 +167,12 @@ def test_what_does_not_fit_is_said_with_what_would_help() -> None:
     assert big.verdict().startswith("doesn't fit: peak ") and "80 GB" in big.verdict()
     cache = found("rollout.cache_gb=100", model=PRESETS["qwen3-1.7b"])
     assert not cache.fits and "rollout.cache_tokens" in cache.remedy()
+    kinds = {
+        kv: found("rollout.cache_gb=100", f"flow.kv={kv}", model=PRESETS["qwen3-1.7b"]).remedy()
+        for kv in ("bf16", "fp8")
+    }
+    assert kinds["bf16"].endswith("rollout.max_running, or set flow.kv to fp8")
+    assert kinds["fp8"].endswith("rollout.max_running"), "what is set already is no advice"
     rows = found(
         "update.max_tokens_per_microbatch=65536",
         "rollout.max_new_tokens=8192",
@@ -174,6 +180,7 @@ def test_what_does_not_fit_is_said_with_what_would_help() -> None:
         model=PRESETS["qwen3-1.7b"],
     )
     assert not rows.fits and "max_tokens_per_microbatch" in rows.remedy()
+    assert rows.remedy().endswith("set update.save_fp8 or update.checkpointing")
     assert found("rollout.cache_gb=100", card=Card(memory_gb=141), model=PRESETS["qwen3-1.7b"]).fits
 
 

@@ -133,7 +133,8 @@ def _run_dir_line(spec: RunSpec) -> str:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run takes. prompt_tokens, new_tokens: lengths that it was made for; the longest where they vary."""
+    """What a run takes. prompt_tokens, new_tokens: lengths that it was made for; the longest where they vary. savers: settings
+    that would save memory and aren't made yet."""
 
     model: ModelSpec
     card: Card
@@ -142,6 +143,7 @@ class Budget:
     prompt_tokens: int
     new_tokens: int
     load: Load
+    savers: tuple[str, ...]
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -179,9 +181,12 @@ class Budget:
         if fixed > self.card.memory_gb * GB:
             return "take a smaller model: its weights and optimizer state alone are larger"
         saved = sizes.get("saved activations of a micro-batch", 0)
-        if saved > sizes.get("KV cache", 0):
-            return "lower update.max_tokens_per_microbatch, or set update.save_fp8 or update.checkpointing"
-        return "lower rollout.cache_tokens or rollout.max_running, or set flow.kv to fp8"
+        of_update = saved > sizes.get("KV cache", 0)
+        first = (
+            "update.max_tokens_per_microbatch" if of_update else "rollout.cache_tokens or rollout.max_running"
+        )
+        more = " or ".join(s for s in self.savers if s.startswith("update.") == of_update)
+        return f"lower {first}" + (f", or set {more}" if more else "")
 
     def _memory(self) -> list[str]:
         width = max(len(part.name) for part in self.parts)
@@ -230,7 +235,13 @@ def budget(
     keeping = Keeping(fused, spec.update.checkpointing, spec.update.save_fp8, captured)
     parts = footprint.parts(model, flows, load, keeping)
     phases = _phases(spec, model, flows, card, prompt, load.trained_tokens)
-    return Budget(model, card, tuple(parts), tuple(phases), prompt, spec.rollout.max_new_tokens, load)
+    savers = {
+        "flow.kv to fp8": spec.flow.kv == "fp8",
+        "update.save_fp8": spec.update.save_fp8,
+        "update.checkpointing": spec.update.checkpointing,
+    }
+    left = tuple(saver for saver, there in savers.items() if not there)
+    return Budget(model, card, tuple(parts), tuple(phases), prompt, spec.rollout.max_new_tokens, load, left)
 
 
 def _load(spec: RunSpec, model: ModelSpec, flows: FlowPair, prompt: int) -> Load:
