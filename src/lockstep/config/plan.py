@@ -15,11 +15,11 @@ from pathlib import Path
 from lockstep.correction.spec import resolve as resolve_correction
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.spec import PRESETS, ModelSpec
-from lockstep.models.trunk_graph import MOST_ROWS
 from lockstep.numerics.flow import FlowPair
 from lockstep.trainer import footprint, workload
-from lockstep.trainer.footprint import GB, GRADIENT, MASTER, MOMENTS, Keeping, Load, Part
-from lockstep.trainer.setup import cache_tokens, make_flows
+from lockstep.trainer.cache_size import cache_size, keeping_of, load_of
+from lockstep.trainer.footprint import GB, GRADIENT, MASTER, MOMENTS, Load, Part
+from lockstep.trainer.setup import make_flows
 from lockstep.trainer.spec import ModelSource, RunSpec
 from lockstep.trainer.workload import Card, Phase
 
@@ -134,7 +134,7 @@ def _run_dir_line(spec: RunSpec) -> str:
 @dataclass(frozen=True)
 class Budget:
     """What a run takes. prompt_tokens, new_tokens: lengths that it was made for; the longest where they vary. savers: settings
-    that would save memory and aren't made yet."""
+    that would save memory and aren't made yet. note: that the KV cache is smaller than it might be."""
 
     model: ModelSpec
     card: Card
@@ -144,6 +144,7 @@ class Budget:
     new_tokens: int
     load: Load
     savers: tuple[str, ...]
+    note: str | None
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -162,7 +163,7 @@ class Budget:
 
     def lines(self) -> list[str]:
         """Memory and time."""
-        return [*self._memory(), "", *self._time(), ""]
+        return [*self._memory(), *([] if self.note is None else ["", self.note]), "", *self._time(), ""]
 
     def verdict(self) -> str:
         """One line."""
@@ -229,11 +230,11 @@ def budget(
         )
     flows = make_flows(spec, model)
     prompt = prompt_tokens or spec.data.max_prompt_tokens or ASSUMED_PROMPT
-    load = _load(spec, model, flows, prompt)
     fused = spec.kernels in ("auto", "hopper")
-    captured = fused and spec.update.cuda_graphs and model.moe is None and load.microbatch_tokens <= MOST_ROWS
-    keeping = Keeping(fused, spec.update.checkpointing, spec.update.save_fp8, captured)
-    parts = footprint.parts(model, flows, load, keeping)
+    memory = card.memory_gb * GB if fused else None
+    size = cache_size(spec, model, flows, prompt, fused=fused, memory=memory)
+    load = load_of(spec, prompt, size.tokens, gpu=fused)
+    parts = footprint.parts(model, flows, load, keeping_of(spec, model, load, fused=fused))
     phases = _phases(spec, model, flows, card, prompt, load.trained_tokens)
     savers = {
         "flow.kv to fp8": spec.flow.kv == "fp8",
@@ -241,23 +242,8 @@ def budget(
         "update.checkpointing": spec.update.checkpointing,
     }
     left = tuple(saver for saver, there in savers.items() if not there)
-    return Budget(model, card, tuple(parts), tuple(phases), prompt, spec.rollout.max_new_tokens, load, left)
-
-
-def _load(spec: RunSpec, model: ModelSpec, flows: FlowPair, prompt: int) -> Load:
-    """What is in flight at most."""
-    r, u = spec.rollout, spec.update
-    batch = -(-r.prompts_per_step // u.mini_batches)
-    trained = batch * r.samples_per_prompt * r.max_new_tokens
-    shared = batch * prompt if u.share_prompts else batch * r.samples_per_prompt * prompt
-    rows = min(u.max_tokens_per_microbatch, shared + trained) if u.steps else 0
-    return Load(
-        rows,
-        min(rows, trained),
-        cache_tokens(r, model, flows.rollout, prompt, spec.eval.max_new_tokens),
-        min(r.max_running, r.prompts_per_step * r.samples_per_prompt),
-        r.batched_tokens(gpu=spec.kernels in ("auto", "hopper")),
-    )
+    new = spec.rollout.max_new_tokens
+    return Budget(model, card, tuple(parts), tuple(phases), prompt, new, load, left, size.note)
 
 
 def _phases(

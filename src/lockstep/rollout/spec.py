@@ -72,7 +72,8 @@ class RolloutSpec:
     """Replay captured decode steps on a GPU. Off gives the same bits, slower."""
 
     cache_tokens: int = 0
-    """Capacity of the KV cache in tokens; 0 derives it from `cache_gb` or from what the step needs at most."""
+    """Capacity of the KV cache in tokens; 0 derives it from `cache_gb`, or from what the step needs at most and what a GPU has
+    left. Any value gives the same bits."""
 
     cache_gb: float = 0.0
     """Capacity of the KV cache in GB; 0 leaves it to `cache_tokens`."""

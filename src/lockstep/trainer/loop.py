@@ -83,9 +83,9 @@ class Trainer:
     def run(self, resume: str = "auto", config_yaml: str = "") -> RunResult:
         """Trains from the newest checkpoint (or the beginning) to the last step, and exports the model."""
         metrics: dict[str, float] = {}
-        told = choice(self.spec, self.parts.kernels)
-        if told is not None:
-            self.logger.note(told)
+        for told in (choice(self.spec, self.parts.kernels), self.parts.note):
+            if told is not None:
+                self.logger.note(told)
         resumed = self.resume(resume)
         if config_yaml:
             self.logger.folder.config_file.write_text(config_yaml)

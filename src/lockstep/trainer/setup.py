@@ -26,12 +26,12 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.spec import ModelSpec
 from lockstep.models.tokenizer import load_tokenizer, stop_ids
 from lockstep.nn.kv_scales import KVMaxima, KVScales
-from lockstep.numerics.flow import Flow, FlowPair, FlowSpec, build_flows
+from lockstep.numerics.flow import FlowPair, FlowSpec, build_flows
 from lockstep.rollout.calibration import measure_kv
 from lockstep.rollout.engine import EmbeddedEngine
-from lockstep.rollout.spec import RolloutSpec
 from lockstep.rollout.types import Completion, SamplingParams
 from lockstep.trainer.backend import choose_kernels
+from lockstep.trainer.cache_size import cache_size
 from lockstep.trainer.microbatch import MicroBatch, make_microbatch
 from lockstep.trainer.recipes import prepare_model
 from lockstep.trainer.route_replay import RouteShape, replayed_shape
@@ -40,7 +40,8 @@ from lockstep.trainer.spec import RunSpec
 
 @dataclass
 class Parts:
-    """What a run works with. `stop_ids` are the model's own end tokens, `replayed` the shape of routes that are replayed."""
+    """What a run works with. `stop_ids` are the model's own end tokens, `replayed` the shape of routes that are replayed, `note`
+    what is to be said of its memory."""
 
     spec: RunSpec
     model_spec: ModelSpec
@@ -52,6 +53,7 @@ class Parts:
     stream: PromptStream[EncodedPrompt]
     dropped_prompts: int
     replayed: RouteShape | None = None
+    note: str | None = None
 
     def calibrate(self, start: int, version: int) -> KVScales:
         """KV scales from the prompts of the step that begins at ordinal `start`, with headroom. Whichever side
@@ -117,15 +119,26 @@ def make_parts(spec: RunSpec) -> Parts:
     rollout_decoder = decoder
     if not flows.unified:
         rollout_decoder = sharing_decoder(decoder, flows.rollout)
+    memory = _memory(kernels)
+    size = cache_size(spec, model_spec, flows, longest, fused=kernels.fused, memory=memory)
     engine = EmbeddedEngine(
         rollout_decoder,
         spec.rollout,
-        cache_tokens=cache_tokens(spec.rollout, model_spec, flows.rollout, longest, spec.eval.max_new_tokens),
+        cache_tokens=size.tokens,
         detokenize=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
     )
     check_cache(engine, longest, spec)
     ends = stop_ids(model_path, tokenizer, model_spec)
-    return Parts(spec, model_spec, tokenizer, flows, decoder, engine, tuple(ends), stream, dropped, replayed)
+    return Parts(
+        spec, model_spec, tokenizer, flows, decoder, engine, tuple(ends), stream, dropped, replayed, size.note
+    )
+
+
+def _memory(kernels: Kernels) -> float | None:
+    """Bytes of a GPU for this process: what is free, and what torch holds already."""
+    if device_of(kernels).type != "cuda":
+        return None
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
 
 
 def calibrate(decoder: Decoder, prompts: Sequence[tuple[int, ...]], flow: FlowSpec, version: int) -> KVScales:
@@ -200,21 +213,6 @@ def check_budget(spec: RunSpec, longest_prompt: int) -> None:
             where="update.max_tokens_per_microbatch",
             fix=f"raise it to at least {total}",
         )
-
-
-def cache_tokens(
-    rollout: RolloutSpec, model: ModelSpec, flow: Flow, longest_prompt: int, eval_tokens: int
-) -> int:
-    """Capacity of the KV cache: as given, from a byte budget, or what the running sequences need at most."""
-    if rollout.cache_tokens:
-        return rollout.cache_tokens
-    if rollout.cache_gb:
-        element = 1 if flow.kv_fp8 else flow.activation.itemsize
-        token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * element
-        return int(rollout.cache_gb * 1e9) // token
-    longest = longest_prompt + max(rollout.max_new_tokens, eval_tokens)
-    pages = -(-longest // rollout.page_size) + 1
-    return rollout.max_running * pages * rollout.page_size
 
 
 def sampling_params(parts: Parts, *, greedy: bool = False, evaluation: bool = False) -> SamplingParams:
