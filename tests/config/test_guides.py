@@ -11,6 +11,7 @@ from lockstep.config.load import load_run
 from lockstep.config.plan import budget
 from lockstep.models.spec import PRESETS
 from lockstep.observe.glossary import GLOSSARY
+from lockstep.trainer.spec import RunSpec
 from lockstep.trainer.workload import Card
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -35,6 +36,15 @@ def rows(page: str) -> list[list[str]]:
     return [re.split(r" \| ?", line.strip("| ")) for table in tables for line in table.splitlines()]
 
 
+def runs(page: str, folder: Path) -> list[RunSpec]:
+    """All configurations, loaded."""
+    found = []
+    for block in re.findall(r"^```yaml\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S):
+        (folder / "run.yaml").write_text(block, encoding="utf-8")
+        found.append(load_run(folder / "run.yaml", []))
+    return found
+
+
 @pytest.mark.parametrize(("page", "column", "least"), [("coming-from.md", 1, 60), ("on-a-gpu.md", 0, 10)])
 def test_every_key_exists(page: str, column: int, least: int) -> None:
     known = known_keys()
@@ -54,21 +64,14 @@ def test_other_keys_in_the_text_exist_too(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_configurations_load(page: str, tmp_path: Path) -> None:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)
-    assert blocks
-    for i, block in enumerate(blocks):
-        file = tmp_path / f"{i}.yaml"
-        file.write_text(block, encoding="utf-8")
-        assert load_run(file, []).update.steps == 200
+    found = runs(page, tmp_path)
+    assert found and all(run.update.steps == 200 for run in found)
 
 
 def test_the_run_to_start_from_fits(tmp_path: Path) -> None:
     """With the memory that the page says."""
     text = (DOCS / "on-a-gpu.md").read_text(encoding="utf-8")
-    file = tmp_path / "run.yaml"
-    file.write_text(re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)[0], encoding="utf-8")
-    found = budget(load_run(file, []), Card(80.0), model=PRESETS["qwen3-1.7b"])
+    found = budget(runs("on-a-gpu.md", tmp_path)[0], Card(80.0), model=PRESETS["qwen3-1.7b"])
     assert found.fits and f"{found.peak / 1e9:.0f} GB at most" in text
 
 

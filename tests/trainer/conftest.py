@@ -136,14 +136,24 @@ def train() -> Callable[..., tuple[RunResult, list[dict[str, float]]]]:
 
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:
     """Lines of metrics.jsonl without the wall clock."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [dict(reproducible(json.loads(line))) for line in lines]
+    return [dict(reproducible(row)) for row in lines_of(run_dir)]
+
+
+def lines_of(run_dir: Path) -> list[dict[str, float]]:
+    """Lines of metrics.jsonl as they are."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
 def read_metrics() -> Callable[[Path], list[dict[str, float]]]:
     """See `metrics_of`."""
     return metrics_of
+
+
+@pytest.fixture
+def read_lines() -> Callable[[Path], list[dict[str, float]]]:
+    """See `lines_of`."""
+    return lines_of
 
 
 @pytest.fixture

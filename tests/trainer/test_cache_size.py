@@ -63,7 +63,7 @@ def test_what_a_step_may_need() -> None:
 def test_what_a_gpu_has_left(gigabytes: float) -> None:
     """Everything together takes what there is but for a spare part, within a page."""
     found = size(SPEC, gigabytes)
-    load = load_of(SPEC, 1024, found.tokens, gpu=True)
+    load = load_of(SPEC, 1024, found.tokens, fused=True)
     parts = footprint.parts(MODEL, FLOWS, load, keeping_of(SPEC, MODEL, load, fused=True))
     peak, page = max(footprint.peak(parts).values()), 64 * footprint.cache_bytes_a_token(MODEL, FLOWS.rollout)
     assert found.tokens < found.wanted and found.tokens % 64 == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -72,12 +71,12 @@ def exact(metrics: list[dict[str, float]]) -> bool:
 
 @pytest.mark.parametrize("flow", FLOWS, ids=["fp8+kv8", "fp8", "bf16"])
 def test_every_step_is_exact_and_a_second_run_is_the_first(
-    flow: FlowSpec, device_spec: MakeSpec, train: Any, outcome: Any
+    flow: FlowSpec, device_spec: MakeSpec, train: Any, outcome: Any, read_lines: Any
 ) -> None:
     first, second = (device_spec(flow, name=name) for name in ("a", "b"))
     _, metrics = train(first)
     assert exact(metrics)
-    rows = [json.loads(line) for line in (Path(first.run_dir) / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(Path(first.run_dir))
     launched, all_of_them = (
         sum(row.get(name, 0) for row in rows)
         for name in ("time/uncaptured_microbatches", "data/microbatches")

@@ -4,7 +4,6 @@ keeps the plain one, and they agree bit for bit."""
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -74,14 +73,13 @@ def test_checkpointing_changes_no_bit(make_spec: MakeSpec, run: Callable[..., Tr
 
 
 def test_it_says_how_many_passes_were_not_captured(
-    make_spec: MakeSpec, run: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+    make_spec: MakeSpec, run: Callable[..., Trainer], read_lines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trunk_graph, "MOST_ROWS", 0)
     for graphs in (False, True):
         spec = make_spec(name=str(graphs), update=UpdateSpec(2, max_tokens_per_microbatch=40))
         run(spec, graphs=graphs)
-        rows = [json.loads(line) for line in (Path(spec.run_dir) / "metrics.jsonl").read_text().splitlines()]
-        steps = [row for row in rows if "data/microbatches" in row]
+        steps = [row for row in read_lines(Path(spec.run_dir)) if "data/microbatches" in row]
         expected = [row["data/microbatches"] if graphs else None for row in steps]
         assert len(steps) == 2 and [row.get("time/uncaptured_microbatches") for row in steps] == expected
 

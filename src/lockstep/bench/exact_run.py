@@ -79,6 +79,7 @@ def read_run(spec: RunSpec, kernels: str, *, broken: bool = False) -> ExactRun:
         raise DataError("the run left no metrics", where=str(file))
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     steps = [row for row in rows if "mismatch/tokens" in row]
+    count = max(len(steps), 1)
     return ExactRun(
         model_name(load_config(spec.model.path)),
         f"{spec.flow.name}+kv8" if spec.flow.kv == "fp8" else spec.flow.name,
@@ -89,10 +90,9 @@ def read_run(spec: RunSpec, kernels: str, *, broken: bool = False) -> ExactRun:
         sum(_differs(row) for row in steps) + broken,
         max((row["mismatch/max_abs_dlogp"] for row in steps), default=None),
         sum(row["sync/changed_codes_pct"] > 0 for row in steps),
-        sum(row["data/microbatches"] for row in steps) / max(len(steps), 1),
-        sum(row.get("time/uncaptured_microbatches", row["data/microbatches"]) for row in steps)
-        / max(len(steps), 1),
-        sum(row["time/step_s"] for row in steps) / max(len(steps), 1),
+        sum(row["data/microbatches"] for row in steps) / count,
+        sum(row.get("time/uncaptured_microbatches", row["data/microbatches"]) for row in steps) / count,
+        sum(row["time/step_s"] for row in steps) / count,
     )
 
 

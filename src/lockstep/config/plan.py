@@ -233,7 +233,7 @@ def budget(
     fused = spec.kernels in ("auto", "hopper")
     memory = card.memory_gb * GB if fused else None
     size = cache_size(spec, model, flows, prompt, fused=fused, memory=memory)
-    load = load_of(spec, prompt, size.tokens, gpu=fused)
+    load = load_of(spec, prompt, size.tokens, fused=fused)
     parts = footprint.parts(model, flows, load, keeping_of(spec, model, load, fused=fused))
     phases = _phases(spec, model, flows, card, prompt, load.trained_tokens)
     savers = {

@@ -72,9 +72,8 @@ def _told(name: str, revision: str) -> Iterator[None]:
         raise CheckpointError(f"the model has no revision {revision!r}", where=name) from error
     except errors.HFValidationError as error:
         raise CheckpointError("is no name of a model", where=name, fix="as in Qwen/Qwen3-1.7B") from error
-    except (
-        Exception
-    ) as error:  # a connection has many ways to fail, and the library lets those of two others through
+    except Exception as error:
+        # A connection has many ways to fail, and the library lets those of two others through.
         why = f"{type(error).__name__}: {error}"
         fix = "try again, which goes on where this stopped, or bring a folder from `hf download NAME --local-dir DIR`"
         raise UserError("the model could not be downloaded", where=name, why=why, fix=fix) from error

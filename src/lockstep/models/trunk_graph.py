@@ -91,13 +91,12 @@ class TrunkGraphs:
         found = self.passes.pop(key, None)
         if found is None or not found.room.holds(needed):
             room = needed.spacious(found.room if found else None)
-            rows = padded_rows(len(h_TK))
-            if self._rows is None or rows > len(self._rows.h_TK):
+            if self._rows is None or room.rows > len(self._rows.h_TK):
                 self._drop()
-                self._rows = PassRows.like(h_TK, 1 << (rows - 1).bit_length())
+                self._rows = PassRows.like(h_TK, 1 << (room.rows - 1).bit_length())
             while len(self.passes) >= MOST_ROOMS:
                 del self.passes[next(iter(self.passes))]
-            found = CapturedPass(self, decoder, room, context, self._rows.first(rows))
+            found = CapturedPass(self, decoder, room, context, self._rows.first(room.rows))
         self.passes[key] = found  # now the youngest
         found.uses += 1
         self.launched += found.uses < CAPTURED_AT

@@ -53,7 +53,7 @@ def cache_size(
     wanted = running(spec) * pages * rollout.page_size
     if memory is None:
         return CacheSize(wanted, wanted)
-    load = load_of(spec, prompt, wanted, gpu=fused)
+    load = load_of(spec, prompt, wanted, fused=fused)
     parts = footprint.parts(model, flows, load, keeping_of(spec, model, load, fused=fused))
     others = max(footprint.peak(parts).values()) - wanted * token
     left = int(memory * (1 - SPARE) - others) // token // rollout.page_size * rollout.page_size
@@ -71,14 +71,14 @@ def running(spec: RunSpec) -> int:
     return min(rollout.max_running, most)
 
 
-def load_of(spec: RunSpec, prompt: int, cache_tokens: int, *, gpu: bool) -> Load:
+def load_of(spec: RunSpec, prompt: int, cache_tokens: int, *, fused: bool) -> Load:
     """What is in flight at most."""
     r, u = spec.rollout, spec.update
     batch = -(-r.prompts_per_step // u.mini_batches)
     trained = batch * r.samples_per_prompt * r.max_new_tokens
     shared = batch * prompt if u.share_prompts else batch * r.samples_per_prompt * prompt
     rows = min(u.max_tokens_per_microbatch, shared + trained) if u.steps else 0
-    return Load(rows, min(rows, trained), cache_tokens, running(spec), r.batched_tokens(gpu=gpu))
+    return Load(rows, min(rows, trained), cache_tokens, running(spec), r.batched_tokens(gpu=fused))
 
 
 def keeping_of(spec: RunSpec, model: ModelSpec, load: Load, *, fused: bool) -> Keeping:
