@@ -290,6 +290,30 @@ def test_a_room_grows_for_a_pack_that_it_does_not_hold(toy: SimpleNamespace, ker
         assert held.room.runs == (16 if made == 1 else 32)
 
 
+def test_a_pool_without_graphs_is_not_used_again(
+    toy: SimpleNamespace, kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch ends a capture into one, where something of it is still held."""
+    new, pools = iter(range(9)), []
+    monkeypatch.setattr(trunk_graph, "_new_pool", lambda: next(new))
+    monkeypatch.setattr(trunk_graph, "_graph", lambda work, pool: pools.append(pool) or work)
+    decoder = decoder_of(toy, SPECS["qwen3"], FLOWS["fp8"], kernels, graphs=True)
+    few, many, less = (70, 1, 33), (6,) * 20, (40,) * 9
+    for lengths, expected in (
+        (few, []),
+        (few, [0, 0]),
+        (many, []),
+        (many, [1, 1]),
+        (less, []),
+        (less, [2, 2]),
+        (few, []),
+        (few, [2, 2]),
+    ):
+        pools.clear()
+        pass_of(toy, decoder, lengths)
+        assert pools == expected, lengths
+
+
 @pytest.mark.parametrize(("budget", "mean"), [(4096, 200), (8192, 800)])
 def test_samples_of_any_lengths_need_few_rooms(
     toy: SimpleNamespace, kernels: Any, monkeypatch: pytest.MonkeyPatch, budget: int, mean: int
@@ -298,14 +322,18 @@ def test_samples_of_any_lengths_need_few_rooms(
     made: list[Any] = []
     captures: list[int] = []
 
-    def small(graphs: Any, decoder: Decoder, room: Room, context: Any, rows: Any) -> SimpleNamespace:
-        made.append(
-            SimpleNamespace(room=room, rows=rows, uses=0, capture=lambda pool: captures.append(room.rows))
-        )
-        made[-1].release = lambda: None
-        return made[-1]
+    class Small(trunk_graph.CapturedPass):
+        def __init__(self, graphs: Any, decoder: Decoder, room: Room, context: Any, rows: Any) -> None:
+            self.room, self.rows, self.uses = room, rows, 0
+            made.append(self)
 
-    monkeypatch.setattr(trunk_graph, "CapturedPass", small)
+        def capture(self, pool: Any) -> None:
+            captures.append(self.room.rows)
+
+        def release(self) -> None:
+            pass
+
+    monkeypatch.setattr(trunk_graph, "CapturedPass", Small)
     decoder = decoder_of(toy, SPECS["qwen3"], FLOWS["bf16"], kernels, graphs=True)
     graphs, dice = decoder.graphs, random.Random(0)
     assert graphs is not None

@@ -99,18 +99,19 @@ class TrunkGraphs:
             found = CapturedPass(self, decoder, room, context, self._rows.first(room.rows))
         self.passes[key] = found  # now the youngest
         found.uses += 1
-        self.launched += found.uses < CAPTURED_AT
+        self.launched += not found.captured
         if found.uses == CAPTURED_AT:
             self._capture(found)
         return found
 
     def _capture(self, one: CapturedPass) -> None:
-        """The largest is captured first, so that the others fit into its memory: they have to wait for their next use."""
-        rows = len(one.rows.h_TK)
+        """The largest is captured first, so that the others fit into its memory: they have to wait for their next use. A pool
+        that lost its last graph is not used again: torch takes it for gone, whatever still lies in it."""
+        rows, others = len(one.rows.h_TK), [p for p in self.passes.values() if p is not one]
         if rows > self._captured_rows:
-            for other in self.passes.values():
-                if other is not one:
-                    other.release()
+            for other in others:
+                other.release()
+        if not any(other.captured for other in others):
             self._captured_rows, self._pool = rows, _new_pool()
         one.capture(self._pool)
 
@@ -227,6 +228,11 @@ class CapturedPass:
 
         self.ready()
         self.forward, self.backward = _graph(self._forward, pool), backward
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph of it, or is about to be one."""
+        return self.uses >= CAPTURED_AT
 
     def release(self) -> None:
         """Launches kernels one by one until the next capture."""

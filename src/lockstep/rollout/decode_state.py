@@ -110,7 +110,7 @@ class DecodeState:
         self._room: Truncated | None = None
         self._captured: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._signature: tuple[int, ...] = ()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
 
     def use_scales(self, scales: KVScales | None) -> None:
         """Takes KV scales over into the storage that captured steps read."""
@@ -140,7 +140,6 @@ class DecodeState:
         if signature != self._signature:
             self._signature = signature
             self._captured.clear()
-            self._pool = torch.cuda.graph_pool_handle()
 
     @torch.no_grad()
     def enter(self, hidden_NK: Tensor, entries: Sequences[Entry]) -> Draws:
@@ -226,7 +225,10 @@ class DecodeState:
             self._captured[key].replay()
 
     def _capture(self, batch: int, splits: int) -> torch.cuda.CUDAGraph:
-        """The step as a graph. The warm-up that compiles kernels runs on dead rows, so it changes nothing."""
+        """The step as a graph. The warm-up that compiles kernels runs on dead rows, so it changes nothing. A pool that lost its
+        last graph is not used again: torch takes it for gone, whatever still lies in it."""
+        if not self._captured:
+            self._pool = torch.cuda.graph_pool_handle()
         saved = self.alive.clone(), self.cursor.clone()
         self.alive.zero_()
         torch.cuda.synchronize()
