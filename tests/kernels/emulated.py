@@ -241,7 +241,8 @@ def swiglu(kind: str) -> None:
 
 
 def truncated(_: str) -> None:
-    """Thresholds are the reference's, with ties, temperatures, several segments; kept ids are listed ascending, some cut off."""
+    """Thresholds are the reference's, with ties, temperatures, several segments, however many logits are listed on the way; kept
+    ids are listed ascending, some cut off."""
     top_k, min_p = [0, 5, 9999, 20, 3, 0, 96], [0.0, 0.0, 0.05, 0.01, 0.0, 1.0, 0.0]
     top_p = [0.9, 0.8, 1.0, 0.5, 1.0, 1.0, 0.99]
     temperature = torch.tensor([1.0, 0.7, 1.0, 1.3, 1.0, 1.0, 2.0])
@@ -252,8 +253,10 @@ def truncated(_: str) -> None:
         x[1] = (4 * x[1]).round() / 4
         cooled = x / temperature[:, None]
         expected = threshold(cooled, asked)
-        found = truncation.truncation_threshold(x, temperature, *asked.parts)
-        assert torch.equal(found, expected), (found, expected)
+        for near in (8192, 64, 1):
+            truncation.NEAR = near
+            found = truncation.truncation_threshold(x, temperature, *asked.parts)
+            assert torch.equal(found, expected), (near, found, expected)
         ids, count = truncation.kept_ids(x, temperature, found, most, 64)
         for row in range(7):
             kept = (cooled[row] >= expected[row]).nonzero()[:, 0] if most[row] else torch.empty(0)
