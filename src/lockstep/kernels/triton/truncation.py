@@ -167,7 +167,7 @@ def truncation_threshold(
     if rows:
         near = torch.empty(rows, NEAR, dtype=torch.float32, device=logits_RV.device)
         given = (logits_RV, temperature_R, top_k_R, least_R, share_R, out, near)
-        _threshold[(rows,)](*given, vocabulary, SEGMENT, NEAR, num_warps=8)
+        _threshold[(rows,)](*given, vocabulary, SEGMENT // 2, NEAR, num_warps=8)
     return out
 
 
