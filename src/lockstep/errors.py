@@ -60,6 +60,12 @@ class CapacityError(UserError):
     kind = "capacity"
 
 
+class JobError(UserError):
+    """One of several processes ended, and this one can't go on without it."""
+
+    kind = "job"
+
+
 class ContractError(Exception):
     """Rollout and trainer disagreed where the flow promises equality, or a published weight is not what it should be."""
 

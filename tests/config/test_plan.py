@@ -161,6 +161,25 @@ def test_the_reference_holds_dense_values_and_no_graphs() -> None:
     assert any("dense" in name for name in names) and not any("CUDA" in name for name in names)
 
 
+def test_gpus_share_moments_sequences_and_time() -> None:
+    model, settings = PRESETS["qwen3-8b"], ("rollout.max_running=512", "rollout.prompts_per_step=64")
+    one, eight = (found(*settings, card=Card(memory_gb=141), model=model, ranks=n) for n in (1, 8))
+    assert not one.fits and eight.fits
+    assert "share the run among more GPUs" in one.remedy()
+    sizes = [{part.name: part.nbytes for part in made.parts} for made in (one, eight)]
+    name = "AdamW moments, FP32"
+    assert sizes[0].pop(name) == 8 * sizes[1].pop(name) == 8 * model.num_parameters
+    assert one.load.running == 8 * eight.load.running == 64 * 4
+    assert all(sizes[1][n] <= sizes[0][n] for n in sizes[1])
+    times = [{phase.name: phase.seconds for phase in made.phases} for made in (one, eight)]
+    assert times[0]["forward and backward"] == pytest.approx(8 * times[1]["forward and backward"])
+    assert times[0]["publication"] == times[1]["publication"]
+    assert times[1]["optimizer"] == pytest.approx(times[0]["optimizer"] * (9 / 8 + 1) / 10)
+    assert "on 8 GPUs, without what travels between them," in "\n".join(eight.lines())
+    with pytest.raises(ConfigError, match="65 processes share 64 prompts"):
+        found(*settings, model=model, ranks=65)
+
+
 def test_what_does_not_fit_is_said_with_what_would_help() -> None:
     big = found(model=PRESETS["qwen3-8b"])
     assert not big.fits and "smaller model" in big.remedy()
@@ -234,5 +253,7 @@ def test_the_command() -> None:
     assert done.exit_code == 0 and "fits: peak" in done.output and "of 40 GB" in done.output
     done = runner.invoke(app, ["plan", str(SMALL), "--memory-gb", "1", "update.steps=2"])
     assert isinstance(done.exception, CapacityError) and "doesn't fit" in str(done.exception)
+    done = runner.invoke(app, ["plan", str(SMALL), "--gpus", "2"])
+    assert done.exit_code == 0 and "on 2 GPUs" in done.output
     done = runner.invoke(app, ["plan", str(SMALL), "--model", "qwen3-2b", "--memory-gb", "80"])
     assert isinstance(done.exception, ConfigError)

@@ -25,6 +25,7 @@ def plan(
         int | None,
         typer.Option(min=1, help="Tokens of a prompt (data.max_prompt_tokens, or 256).", show_default=False),
     ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the run, a process each.")] = 1,
     memory_gb: Annotated[
         float | None,
         typer.Option(min=0.1, help="Memory of the GPU (the one here, or 80).", show_default=False),
@@ -33,7 +34,7 @@ def plan(
     bf16_tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s of BF16 products.")] = 720.0,
     fp8_tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s of block-scaled FP8.")] = 1100.0,
 ) -> None:
-    """Memory by part and phase, the least time of each phase, and whether the GPU holds it.
+    """Memory by part and phase of a GPU, the least time of each phase, and whether the GPU holds it.
 
     Exit code 2: it doesn't fit.
     """
@@ -44,7 +45,9 @@ def plan(
 
     spec = load(config, overrides)
     card = Card(_memory_here() if memory_gb is None else memory_gb, copy_tbps, bf16_tflops, fp8_tflops)
-    found = budget(spec, card, model=preset(model) if model else None, prompt_tokens=prompt_tokens)
+    found = budget(
+        spec, card, model=preset(model) if model else None, prompt_tokens=prompt_tokens, ranks=gpus
+    )
     typer.echo("\n".join([*outline(spec, found.model), "", *found.lines()]))
     if not found.fits:
         raise CapacityError(found.verdict(), where=str(config), fix=found.remedy())

@@ -39,6 +39,10 @@ def train(
         typer.echo(dump(spec) + "\n" + "\n".join(f"# {line}" for line in plan(spec)))
         return
     from lockstep.launch.local import run_training
+    from lockstep.launch.torchrun import speaks
 
     result = run_training(spec, resume=resume, config_yaml=dump(spec))
-    typer.echo(f"step {result.step}, weights {result.digest[:16]} (SHA-256); everything is in {spec.run_dir}")
+    if speaks():
+        typer.echo(
+            f"step {result.step}, weights {result.digest[:16]} (SHA-256); everything is in {spec.run_dir}"
+        )

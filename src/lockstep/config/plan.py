@@ -19,7 +19,7 @@ from lockstep.numerics.flow import FlowPair
 from lockstep.trainer import footprint, workload
 from lockstep.trainer.cache_size import cache_size, keeping_of, load_of
 from lockstep.trainer.footprint import GB, GRADIENT, MASTER, MOMENTS, Load, Part
-from lockstep.trainer.setup import make_flows
+from lockstep.trainer.setup import check_ranks, make_flows
 from lockstep.trainer.spec import ModelSource, RunSpec
 from lockstep.trainer.workload import Card, Phase
 
@@ -134,7 +134,8 @@ def _run_dir_line(spec: RunSpec) -> str:
 @dataclass(frozen=True)
 class Budget:
     """What a run takes. prompt_tokens, new_tokens: lengths that it was made for; the longest where they vary. savers: settings
-    that would save memory and aren't made yet. note: that the KV cache is smaller than it might be."""
+    that would save memory and aren't made yet. note: that the KV cache is smaller than it might be. ranks: GPUs that share the
+    run; all figures are of one of them."""
 
     model: ModelSpec
     card: Card
@@ -145,6 +146,7 @@ class Budget:
     load: Load
     savers: tuple[str, ...]
     note: str | None
+    ranks: int = 1
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -179,15 +181,20 @@ class Budget:
         fixed = sum(
             n for name, n in sizes.items() if name.startswith(("master", "AdamW", "gradients", "working"))
         )
+        moments = sizes["AdamW moments, FP32"]
+        if fixed - moments > self.card.memory_gb * GB:
+            return "take a smaller model: its weights and gradients alone are larger"
+        sharing = "share the run among more GPUs (--gpus), each with a part of the moments"
         if fixed > self.card.memory_gb * GB:
-            return "take a smaller model: its weights and optimizer state alone are larger"
+            return f"{sharing}, or take a smaller model"
         saved = sizes.get("saved activations of a micro-batch", 0)
         of_update = saved > sizes.get("KV cache", 0)
         first = (
             "update.max_tokens_per_microbatch" if of_update else "rollout.cache_tokens or rollout.max_running"
         )
         more = " or ".join(s for s in self.savers if s.startswith("update.") == of_update)
-        return f"lower {first}" + (f", or set {more}" if more else "")
+        advice = f"lower {first}" + (f", or set {more}" if more else "")
+        return f"{advice}; or {sharing}" if self.peak - moments < self.card.memory_gb * GB else advice
 
     def _memory(self) -> list[str]:
         width = max(len(part.name) for part in self.parts)
@@ -203,9 +210,10 @@ class Budget:
 
     def _time(self) -> list[str]:
         card, total = self.card, sum(phase.seconds for phase in self.phases)
+        sharing = f" on {self.ranks} GPUs, without what travels between them," if self.ranks > 1 else ""
         lines = [
-            f"least time of a step at {card.copy_tbps:g} TB/s, {card.bf16_tflops:g} TFLOP/s BF16, {card.fp8_tflops:g} FP8, "
-            f"prompts of {self.prompt_tokens} and completions of {self.new_tokens} tokens:"
+            f"least time of a step{sharing} at {card.copy_tbps:g} TB/s, {card.bf16_tflops:g} TFLOP/s BF16, "
+            f"{card.fp8_tflops:g} FP8, prompts of {self.prompt_tokens} and completions of {self.new_tokens} tokens:"
         ]
         for phase in self.phases:
             share = 100 * phase.seconds / total if total else 0.0
@@ -214,12 +222,19 @@ class Budget:
 
 
 def budget(
-    spec: RunSpec, card: Card, *, model: ModelSpec | None = None, prompt_tokens: int | None = None
+    spec: RunSpec,
+    card: Card,
+    *,
+    model: ModelSpec | None = None,
+    prompt_tokens: int | None = None,
+    ranks: int = 1,
 ) -> Budget:
-    """Memory and least time of a run on a card. model: another shape than the config's.
+    """Memory and least time of a run on a card. model: another shape than the config's. ranks: cards that share the run.
 
-    Raises ConfigError when the shape isn't known, CheckpointError for a config.json that can't be used.
+    Raises ConfigError when the shape isn't known or there are fewer prompts than cards, CheckpointError for a config.json that
+    can't be used.
     """
+    check_ranks(spec, ranks)
     model = model or known_shape(spec.model)
     if model is None:
         raise ConfigError(
@@ -232,10 +247,10 @@ def budget(
     prompt = prompt_tokens or spec.data.max_prompt_tokens or ASSUMED_PROMPT
     fused = spec.kernels in ("auto", "hopper")
     memory = card.memory_gb * GB if fused else None
-    size = cache_size(spec, model, flows, prompt, fused=fused, memory=memory)
-    load = load_of(spec, prompt, size.tokens, fused=fused)
+    size = cache_size(spec, model, flows, prompt, fused=fused, memory=memory, ranks=ranks)
+    load = load_of(spec, prompt, size.tokens, fused=fused, ranks=ranks)
     parts = footprint.parts(model, flows, load, keeping_of(spec, model, load, fused=fused))
-    phases = _phases(spec, model, flows, card, prompt, load.trained_tokens)
+    phases = _phases(spec, model, flows, card, prompt, load.trained_tokens, ranks)
     savers = {
         "flow.kv to fp8": spec.flow.kv == "fp8",
         "update.save_fp8": spec.update.save_fp8,
@@ -243,23 +258,24 @@ def budget(
     }
     left = tuple(saver for saver, there in savers.items() if not there)
     new = spec.rollout.max_new_tokens
-    return Budget(model, card, tuple(parts), tuple(phases), prompt, new, load, left, size.note)
+    return Budget(model, card, tuple(parts), tuple(phases), prompt, new, load, left, size.note, ranks)
 
 
 def _phases(
-    spec: RunSpec, model: ModelSpec, flows: FlowPair, card: Card, prompt: int, together: int
+    spec: RunSpec, model: ModelSpec, flows: FlowPair, card: Card, prompt: int, together: int, ranks: int
 ) -> list[Phase]:
-    """Of one training step. A correction that has to know the old policy first gets a pass of its own. together: targets of a
-    micro-batch."""
+    """Of one training step, on the rank with most to do. A correction that has to know the old policy first gets a pass of its
+    own. together: targets of a micro-batch."""
     r, u = spec.rollout, spec.update
-    samples = r.prompts_per_step * r.samples_per_prompt
+    prompts = -(-r.prompts_per_step // ranks)
+    samples = prompts * r.samples_per_prompt
     lengths, targets = [prompt + r.max_new_tokens - 1] * samples, samples * r.max_new_tokens
     found = [
         workload.rollout(
             model,
             flows.rollout,
             card,
-            prompts=r.prompts_per_step,
+            prompts=prompts,
             samples=r.samples_per_prompt,
             prompt=prompt,
             new=r.max_new_tokens,
@@ -276,7 +292,7 @@ def _phases(
     repeats = u.epochs * (4 / 3 if u.checkpointing else 1)
     found.append(Phase(both.name, both.seconds * repeats))
     steps = u.mini_batches * u.epochs
-    found.append(Phase("optimizer", workload.optimizer(model, card).seconds * steps))
+    found.append(Phase("optimizer", workload.optimizer(model, card, ranks).seconds * steps))
     each = {flows.trainer, flows.rollout}
     publications = sum(workload.publication(model, flow, card).seconds for flow in each)
     return [*found, Phase("publication", publications * steps)]

@@ -76,6 +76,15 @@ class KVMaxima:
     saturated: int = 0
     elements: int = 0
 
+    def with_those(self, other: KVMaxima) -> KVMaxima:
+        """What both saw."""
+        return KVMaxima(
+            torch.maximum(self.k, other.k),
+            torch.maximum(self.v, other.v),
+            self.saturated + other.saturated,
+            self.elements + other.elements,
+        )
+
     def scales(self, *, headroom: float, kind: ScaleKind, version: int) -> KVScales:
         """Scales under which `headroom` times the maxima just fit. Raises ContractError when nothing was seen."""
         if not bool((self.k > 0).any()) or not bool((self.v > 0).any()):

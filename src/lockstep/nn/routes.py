@@ -72,6 +72,14 @@ class ExpertLoad:
         self.choices = self.overruled = 0
         self.replays = False
 
+    def add(self, other: ExpertLoad) -> None:
+        """Takes in what another one saw."""
+        for layer, count in other.rows.items():
+            self.rows[layer] = self.rows[layer] + count if layer in self.rows else count
+        self.choices += other.choices
+        self.overruled += other.overruled
+        self.replays |= other.replays
+
     def see(self, routes: Routes) -> None:
         """Adds a finished forward."""
         for layer, ids in routes.ids.items():

@@ -28,7 +28,7 @@ from lockstep.observe.spec import ObserveSpec
 
 
 class RunLogger:
-    """Writes one run's folder. Only the first rank of a job makes one.
+    """Writes one run's folder. Other ranks of a job than the first have a `SilentLogger`.
 
     A folder that already holds steps is refused by the first `step` unless `resume` cut it back before.
     """
@@ -136,3 +136,38 @@ class RunLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class SilentLogger(RunLogger):
+    """Takes what the others of a job write, and writes nothing."""
+
+    def __init__(
+        self, run_dir: Path | str, spec: ObserveSpec, total_steps: int, *, stream: TextIO | None = None
+    ) -> None:
+        self._dir = RunDir(Path(run_dir))
+
+    @property
+    def last_step(self) -> int | None:
+        """None: it knows of none."""
+        return None
+
+    def step(self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord] = ()) -> None:
+        """Nothing."""
+
+    def receipt(self, step: int, receipt: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def control(self, step: int, order: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def busy(self, done: int, total: int, what: str = "rollout") -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def resume(self, step: int) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""

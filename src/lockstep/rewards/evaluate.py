@@ -39,9 +39,23 @@ class RewardBatch:
     parts: dict[str, list[float | None]]
     """Each reward's own scores, unweighted, by the name it has in the metrics."""
 
-    metrics: dict[str, float]
-    """`reward`; `rewards/<name>/mean`, `/std` (of the samples it applies to) and `/none` (samples it doesn't apply to);
-    `rewards/unscored`, `rewards/timeouts`, `rewards/crashes` and `rewards/errors` (samples in this batch)."""
+    outcomes: list[Outcome]
+    """How each call in a worker process ended."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`reward`; `rewards/<name>/mean`, `/std` (of the samples it applies to) and `/none` (samples it doesn't apply to);
+        `rewards/unscored`, `rewards/timeouts`, `rewards/crashes` and `rewards/errors` (samples in this batch)."""
+        return metrics_of(self.total, self.parts, self.outcomes)
+
+    @staticmethod
+    def joined(batches: Sequence[RewardBatch]) -> RewardBatch:
+        """One batch of several, of the same rewards."""
+        return RewardBatch(
+            [score for batch in batches for score in batch.total],
+            {name: [s for batch in batches for s in batch.parts[name]] for name in batches[0].parts},
+            [outcome for batch in batches for outcome in batch.outcomes],
+        )
 
 
 class Rewards:
@@ -83,7 +97,7 @@ class Rewards:
         count = check_batch(prompts, completions, completion_ids, columns)
         if count == 0:
             parts: dict[str, Scores] = {name: [] for name in self.names}
-            return RewardBatch([], parts, metrics_of([], parts, []))
+            return RewardBatch([], parts, [])
         base = {
             "prompts": list(prompts),
             "completions": list(completions),
@@ -96,7 +110,7 @@ class Rewards:
             raise
         weights = [reward.spec.weight for reward in self._rewards]
         total = [weighted_sum(weights, [part[i] for part in parts.values()]) for i in range(count)]
-        return RewardBatch(total, parts, metrics_of(total, parts, outcomes))
+        return RewardBatch(total, parts, outcomes)
 
     def _evaluate(
         self, base: dict[str, Any], columns: dict[str, list[Any]], count: int

@@ -237,7 +237,9 @@ class DecodeState:
             self._step(batch, splits)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(
+            graph, pool=self._pool, capture_error_mode="thread_local"
+        ):  # other threads may poll
             self._step(batch, splits)
         torch.cuda.synchronize()
         self.alive.copy_(saved[0])

@@ -40,9 +40,17 @@ class CacheSize:
 
 
 def cache_size(
-    spec: RunSpec, model: ModelSpec, flows: FlowPair, prompt: int, *, fused: bool, memory: float | None
+    spec: RunSpec,
+    model: ModelSpec,
+    flows: FlowPair,
+    prompt: int,
+    *,
+    fused: bool,
+    memory: float | None,
+    ranks: int = 1,
 ) -> CacheSize:
-    """prompt: tokens of the longest one. memory: bytes of a GPU that the run may take in all; None where nobody counts."""
+    """prompt: tokens of the longest one. memory: bytes of a GPU that the run may take in all; None where nobody counts. ranks:
+    processes with an engine each, that share prompts."""
     rollout, token = spec.rollout, footprint.cache_bytes_a_token(model, flows.rollout)
     if rollout.cache_tokens:
         return CacheSize(rollout.cache_tokens, rollout.cache_tokens)
@@ -50,10 +58,10 @@ def cache_size(
         tokens = int(rollout.cache_gb * 1e9) // token
         return CacheSize(tokens, tokens)
     pages = -(-(prompt + max(rollout.max_new_tokens, spec.eval.max_new_tokens)) // rollout.page_size) + 1
-    wanted = running(spec) * pages * rollout.page_size
+    wanted = running(spec, ranks) * pages * rollout.page_size
     if memory is None:
         return CacheSize(wanted, wanted)
-    load = load_of(spec, prompt, wanted, fused=fused)
+    load = load_of(spec, prompt, wanted, fused=fused, ranks=ranks)
     parts = footprint.parts(model, flows, load, keeping_of(spec, model, load, fused=fused))
     others = max(footprint.peak(parts).values()) - wanted * token
     left = int(memory * (1 - SPARE) - others) // token // rollout.page_size * rollout.page_size
@@ -62,23 +70,25 @@ def cache_size(
     return CacheSize(min(wanted, left), wanted)
 
 
-def running(spec: RunSpec) -> int:
-    """Sequences that run at once: of a training step or of an evaluation."""
+def running(spec: RunSpec, ranks: int = 1) -> int:
+    """Sequences that run at once on one of so many ranks: of a training step or of an evaluation."""
     rollout, evaluation = spec.rollout, spec.eval
-    most = rollout.prompts_per_step * rollout.samples_per_prompt
+    most = -(-rollout.prompts_per_step // ranks) * rollout.samples_per_prompt
     if evaluation.data is not None:
-        most = max(most, evaluation.prompts * max(evaluation.samples, 1))
+        most = max(most, -(-evaluation.prompts // ranks) * max(evaluation.samples, 1))
     return min(rollout.max_running, most)
 
 
-def load_of(spec: RunSpec, prompt: int, cache_tokens: int, *, fused: bool) -> Load:
+def load_of(spec: RunSpec, prompt: int, cache_tokens: int, *, fused: bool, ranks: int = 1) -> Load:
     """What is in flight at most."""
     r, u = spec.rollout, spec.update
     batch = -(-r.prompts_per_step // u.mini_batches)
     trained = batch * r.samples_per_prompt * r.max_new_tokens
     shared = batch * prompt if u.share_prompts else batch * r.samples_per_prompt * prompt
     rows = min(u.max_tokens_per_microbatch, shared + trained) if u.steps else 0
-    return Load(rows, min(rows, trained), cache_tokens, running(spec), r.batched_tokens(gpu=fused))
+    return Load(
+        rows, min(rows, trained), cache_tokens, running(spec, ranks), r.batched_tokens(gpu=fused), ranks
+    )
 
 
 def keeping_of(spec: RunSpec, model: ModelSpec, load: Load, *, fused: bool) -> Keeping:

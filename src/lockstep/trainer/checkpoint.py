@@ -32,7 +32,8 @@ stopped goes on with another band; the number of steps only under a constant lea
 @dataclass
 class Progress:
     """Counters of a run. step: finished training steps. ordinal: prompts consumed. version, scale_version: published.
-    controller: what the mismatch controller remembers. clip_calibration: state of the calibrated clip bounds."""
+    controller: what the mismatch controller remembers. clip_calibration: state of the calibrated clip bounds. ranks: processes
+    that computed it."""
 
     step: int = 0
     ordinal: int = 0
@@ -41,6 +42,7 @@ class Progress:
     tokens: int = 0
     controller: dict[str, Any] = field(default_factory=dict)
     clip_calibration: list[float] = field(default_factory=list)
+    ranks: int = 1
 
 
 def save_checkpoint(
@@ -52,18 +54,18 @@ def save_checkpoint(
     config: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Writes `folder/step_N` and removes all but the newest `keep`."""
+    """Writes `folder/step_N` and removes all but the newest `keep`: on the first rank, but all have to call."""
     target = folder / f"step_{progress.step:06d}"
+    moments = optimizer.state_tensors()
+    if not optimizer.ranks.first:
+        return target
     partial = folder / f".partial_{target.name}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file(
         {n: p.detach().contiguous() for n, p in decoder.named_parameters()}, partial / "masters.safetensors"
     )
-    save_file(
-        {n: t.detach().contiguous() for n, t in optimizer.state_tensors().items()},
-        partial / "optimizer.safetensors",
-    )
+    save_file({n: t.detach().contiguous() for n, t in moments.items()}, partial / "optimizer.safetensors")
     if scales.version:
         save_file(scales.state_tensors(), partial / "kv_scales.safetensors")
     state = {

@@ -76,8 +76,11 @@ class ClipCalibrator:
     def end(self) -> dict[str, float]:
         """After the update: the next bounds from what was seen. Metrics of the bounds that were in force."""
         metrics = {"policy/clip_bound_low": self.bounds.lower, "policy/clip_bound_high": self.bounds.upper}
-        if self.measuring and self._seen:
-            log_ratio, reference, advantage = (torch.cat(x) for x in zip(*self._seen, strict=True))
+        seen = (
+            [part for some in self.parts.ranks.gather(self._seen) for part in some] if self.measuring else []
+        )
+        if seen:
+            log_ratio, reference, advantage = (torch.cat(x) for x in zip(*seen, strict=True))
             if bool(torch.isfinite(log_ratio).all() & torch.isfinite(reference).all()):
                 ratio, true = (x.double().clamp(-20, 20).exp() for x in (log_ratio, reference))
                 measured = calibrated_bounds(ratio, true, advantage, self.nominal)

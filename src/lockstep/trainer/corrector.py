@@ -23,7 +23,7 @@ from lockstep.correction.policies import CurrentLogp, OldLogp, RolloutLogp
 from lockstep.correction.spec import resolve
 from lockstep.correction.weights import Corrected, correct
 from lockstep.errors import ContractError
-from lockstep.trainer.sample import Sample
+from lockstep.trainer.sample import Sample, by_sample
 from lockstep.trainer.setup import Parts
 
 
@@ -82,6 +82,16 @@ class Corrector:
         rollout_N = torch.tensor(sample.completion.trained_logprobs, dtype=torch.float32, device=old_N.device)
         self.records[id(sample)] = TokenRecord(sample, OldLogp(old_N), RolloutLogp(rollout_N))
 
+    def remember_all(self, samples: Sequence[Sample], old_N: Tensor) -> None:
+        """The same for these samples' tokens in their order."""
+        for sample, own_N in zip(samples, by_sample(samples, old_N), strict=True):
+            self.remember(sample, own_N)
+
+    def know(self, samples: Sequence[Sample], old_N: Tensor) -> None:
+        """What another rank found out about these samples in the update's first forward, where nothing had moved."""
+        if self.uses_old and not self.needs_pass and any(id(s) not in self.records for s in samples):
+            self.remember_all(samples, old_N)
+
     def reject(self, samples: Sequence[Sample]) -> tuple[list[bool], dict[str, float]]:
         """Which of these remembered samples stay, and what share went. Nobody's reward was looked at yet."""
         found = self._correct(samples)
@@ -115,9 +125,7 @@ class Corrector:
             return Terms(rollout.values_N)
         if any(id(s) not in self.records for s in samples):
             assert not self.needs_pass, "a pass should have scored these samples before the update"
-            lengths = [s.completion.trained_tokens for s in samples]
-            for sample, old_N in zip(samples, current.values_N.detach().split(lengths), strict=True):
-                self.remember(sample, old_N)
+            self.remember_all(samples, current.values_N.detach())
             self.weigh(samples)
         records = [self.records[id(s)] for s in samples]
         old_N = torch.cat([r.old.values_N for r in records])

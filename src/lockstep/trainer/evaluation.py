@@ -53,7 +53,7 @@ class Evaluator:
         requests = [Request(p.ids, i, samples, params) for i, p in enumerate(self.prompts)]
         seed = self.parts.spec.seed + EVAL_SEED
         weights, scales = versions
-        return self.parts.engine.generate(
+        return self.parts.generate(
             requests, seed=seed, step=step, expected_version=weights, expected_scale_version=scales
         )
 
@@ -68,7 +68,7 @@ class Evaluator:
             )
             for c in completions
         ]
-        score(self.rewards, samples)
+        score(self.rewards, samples, self.parts.ranks)
         return samples
 
 

@@ -43,13 +43,14 @@ class Part:
 class Load:
     """What is in flight at most. microbatch_tokens: rows of a forward with gradient; trained_tokens: those that predict a
     trained token. cache_tokens: capacity of the KV cache. running: sequences decoded at once. prefill_tokens: rows of an engine
-    step. 0 where there is no such phase."""
+    step. 0 where there is no such phase. ranks: processes that share moments."""
 
     microbatch_tokens: int
     trained_tokens: int
     cache_tokens: int = 0
     running: int = 0
     prefill_tokens: int = 0
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def parts(model: ModelSpec, flows: FlowPair, load: Load, keeping: Keeping) -> li
     count, trainer, rollout = model.num_parameters, flows.trainer, flows.rollout
     found = [
         Part("master weights, FP32", MASTER * count),
-        Part("AdamW moments, FP32", MOMENTS * count),
+        Part("AdamW moments, FP32", -(-MOMENTS * count // load.ranks)),
         Part("gradients, FP32", GRADIENT * count, rollout=keeping.captured),
         Part("working copies" + ("" if flows.unified else ", trainer"), working_bytes(model, trainer)),
     ]

@@ -68,11 +68,12 @@ class Trainer:
         self.parts, self.spec, self.rewards, self.logger = parts, spec, rewards, logger
         self.recipe = resolve(spec.algorithm)
         steps = spec.update.steps * spec.update.mini_batches * spec.update.epochs
-        self.optimizer = Optimizer(parts.decoder.named_parameters(), spec.optim, steps)
+        self.ranks = parts.ranks
+        self.optimizer = Optimizer(parts.decoder.named_parameters(), spec.optim, steps, self.ranks)
         self.publisher = Publisher(parts.decoder, parts.engine)
         self.updater = Updater(parts, self.recipe, self.optimizer)
         self.evaluator = Evaluator(parts, rewards) if spec.eval.every else None
-        self.progress = Progress()
+        self.progress = Progress(ranks=self.ranks.size)
         self.history = ScaleHistory(spec.flow, parts.device)
         self.timer = PhaseTimer(wait=torch.cuda.synchronize if parts.device.type == "cuda" else None)
         self.receipt: Receipt | None = None
@@ -87,13 +88,13 @@ class Trainer:
             if told is not None:
                 self.logger.note(told)
         resumed = self.resume(resume)
-        if config_yaml:
+        if config_yaml and self.ranks.first:
             self.logger.folder.config_file.write_text(config_yaml)
         if not resumed:
             self.begin()
         while self.progress.step < self.spec.update.steps:
             metrics = self.step()
-        if self.spec.checkpoint.export_hf:
+        if self.spec.checkpoint.export_hf and self.ranks.first:
             self.export()
         assert self.receipt is not None
         return RunResult(self.progress.step, self.receipt.digest, metrics)
@@ -184,7 +185,7 @@ class Trainer:
             Sample(c, prompts[c.prompt_index - start].example, c.prompt_index, self.text(c))
             for c in completions
         ]
-        metrics |= score(self.rewards, samples)
+        metrics |= score(self.rewards, samples, self.ranks)
         scored = [s for s in samples if s.reward is not None]
         metrics |= completion_metrics(completions)
         metrics |= reward_metrics(scored)
@@ -197,7 +198,7 @@ class Trainer:
         params = sampling_params(self.parts)
         samples = self.spec.rollout.samples_per_prompt
         requests = [Request(p.ids, start + i, samples, params) for i, p in enumerate(prompts)]
-        return self.parts.engine.generate(
+        return self.parts.generate(
             requests,
             seed=self.spec.seed,
             step=self.progress.step,
@@ -227,6 +228,7 @@ class Trainer:
         self.progress.version += 1
         scales = self.calibrate if self.parts.flows.rollout.kv_fp8 else None
         self.receipt = self.publisher.publish(self.progress.version, scales=scales, must_change=must_change)
+        self.ranks.alike(self.receipt.digest, f"weights v{self.receipt.version}")
         self.force_recalibrate = False
         self.logger.receipt(self.progress.step, self.receipt.to_dict())
         kv = {"kv/scale_version": float(self.history.version), "kv/scale_drift": self.history.drift}
@@ -295,9 +297,12 @@ class Trainer:
 
         wish: `auto` (the newest of this run), `never`, or a checkpoint's path.
         """
-        found = list_checkpoints(self.run_dir / "checkpoints") if wish == "auto" else [Path(wish)]
+        kept = self.run_dir / "checkpoints"
+        found = self.ranks.told(list_checkpoints(kept)) if wish == "auto" else [Path(wish)]
         if wish == "never" or not found:
-            self.start_anew(asked=wish == "never")
+            if self.ranks.first:
+                self.start_anew(asked=wish == "never")
+            self.ranks.wait()
             return False
         self.progress = load_checkpoint(
             found[-1], self.parts.decoder, self.optimizer, self.history, self.config()
@@ -314,6 +319,12 @@ class Trainer:
         self.receipt = self.publisher.publish(self.progress.version, scales=self.scales)
         self.updater.keep_reference(self.run_dir)
         self.logger.note(f"resumed from {found[-1].name}, weights {self.receipt.digest[:12]}")
+        if self.progress.ranks != self.ranks.size:
+            self.logger.note(
+                f"{self.ranks.size} processes now, {self.progress.ranks} before: gradients are added up in another order, so "
+                "this run won't equal one that wasn't interrupted bit for bit"
+            )
+            self.progress.ranks = self.ranks.size
         self.timer.result()
         return True
 

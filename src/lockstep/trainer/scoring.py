@@ -8,18 +8,34 @@ import torch
 
 from lockstep.data.example import batch_columns
 from lockstep.errors import DataError
-from lockstep.rewards.evaluate import Rewards
+from lockstep.rewards.evaluate import RewardBatch, Rewards
 from lockstep.rollout.types import Completion
+from lockstep.trainer.ranks import Ranks
 from lockstep.trainer.sample import Sample
 
 
-def score(rewards: Rewards, samples: Sequence[Sample]) -> dict[str, float]:
-    """Fills in rewards and their parts."""
+def score(rewards: Rewards, samples: Sequence[Sample], ranks: Ranks) -> dict[str, float]:
+    """Fills in rewards and their parts. Samples of a prompt are scored by one rank, in one call with others."""
     if not samples:
         raise DataError(
             "no completion of this step kept the sample contract", fix="see data/dropped_* in metrics.jsonl"
         )
-    batch = rewards.score(
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    division = ranks.divide(list(groups.values()))
+    own = [sample for group in division.own for sample in group]
+    batch = RewardBatch.joined(ranks.gather(_scored(rewards, own)))
+    for i, sample in enumerate(
+        sample for group in division.items for sample in group
+    ):  # as the ranks' blocks are
+        sample.reward = batch.total[i]
+        sample.parts = {name: part[i] for name, part in batch.parts.items()}
+    return batch.metrics
+
+
+def _scored(rewards: Rewards, samples: Sequence[Sample]) -> RewardBatch:
+    return rewards.score(
         [s.example.prompt for s in samples],
         [
             [{"role": "assistant", "content": s.text}] if isinstance(s.example.prompt, list) else s.text
@@ -28,10 +44,6 @@ def score(rewards: Rewards, samples: Sequence[Sample]) -> dict[str, float]:
         [s.completion.token_ids for s in samples],
         batch_columns(s.example for s in samples),
     )
-    for i, sample in enumerate(samples):
-        sample.reward = batch.total[i]
-        sample.parts = {name: part[i] for name, part in batch.parts.items()}
-    return dict(batch.metrics)
 
 
 def add_counts(first: dict[str, float], more: dict[str, float]) -> dict[str, float]:

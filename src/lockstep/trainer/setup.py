@@ -7,7 +7,7 @@ Next: `loop.py`, which puts them to work.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,11 @@ from lockstep.nn.kv_scales import KVMaxima, KVScales
 from lockstep.numerics.flow import FlowPair, FlowSpec, build_flows
 from lockstep.rollout.calibration import measure_kv
 from lockstep.rollout.engine import EmbeddedEngine
-from lockstep.rollout.types import Completion, SamplingParams
+from lockstep.rollout.types import Completion, Request, SamplingParams
 from lockstep.trainer.backend import choose_kernels
 from lockstep.trainer.cache_size import cache_size
 from lockstep.trainer.microbatch import MicroBatch, make_microbatch
+from lockstep.trainer.ranks import Ranks
 from lockstep.trainer.recipes import prepare_model
 from lockstep.trainer.route_replay import RouteShape, replayed_shape
 from lockstep.trainer.spec import RunSpec
@@ -41,7 +42,7 @@ from lockstep.trainer.spec import RunSpec
 @dataclass
 class Parts:
     """What a run works with. `stop_ids` are the model's own end tokens, `replayed` the shape of routes that are replayed, `note`
-    what is to be said of its memory."""
+    what is to be said of its memory, `ranks` the processes that share the work."""
 
     spec: RunSpec
     model_spec: ModelSpec
@@ -54,6 +55,16 @@ class Parts:
     dropped_prompts: int
     replayed: RouteShape | None = None
     note: str | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def generate(self, requests: Sequence[Request], **options: Any) -> list[Completion]:
+        """Completions of all requests, in their order, each sampled by one rank. options: see `rollout.types.Engine.generate`."""
+        division = self.ranks.divide(requests)
+        drawn = self.engine.generate(division.own, **options) if division.own else []
+        found: dict[int, list[Completion]] = {r.prompt_index: [] for r in division.own}
+        for completion in drawn:
+            found[completion.prompt_index].append(completion)
+        return [c for some in division.gather(list(found.values())) for c in some]
 
     def calibrate(self, start: int, version: int) -> KVScales:
         """KV scales from the prompts of the step that begins at ordinal `start`, with headroom. Whichever side
@@ -94,9 +105,11 @@ class Parts:
         )
 
 
-def make_parts(spec: RunSpec) -> Parts:
+def make_parts(spec: RunSpec, ranks: Ranks | None = None) -> Parts:
     """Loads and checks everything a run needs."""
+    ranks = ranks or Ranks()
     refuse_missing(spec.kernels)
+    check_ranks(spec, ranks.size)
     model_path = prepare_model(spec.model)
     model_spec = load_config(model_path)
     tokenizer = load_tokenizer(model_path, model_spec)
@@ -120,7 +133,7 @@ def make_parts(spec: RunSpec) -> Parts:
     if not flows.unified:
         rollout_decoder = sharing_decoder(decoder, flows.rollout)
     memory = _memory(kernels)
-    size = cache_size(spec, model_spec, flows, longest, fused=kernels.fused, memory=memory)
+    size = cache_size(spec, model_spec, flows, longest, fused=kernels.fused, memory=memory, ranks=ranks.size)
     engine = EmbeddedEngine(
         rollout_decoder,
         spec.rollout,
@@ -130,7 +143,18 @@ def make_parts(spec: RunSpec) -> Parts:
     check_cache(engine, longest, spec)
     ends = stop_ids(model_path, tokenizer, model_spec)
     return Parts(
-        spec, model_spec, tokenizer, flows, decoder, engine, tuple(ends), stream, dropped, replayed, size.note
+        spec,
+        model_spec,
+        tokenizer,
+        flows,
+        decoder,
+        engine,
+        tuple(ends),
+        stream,
+        dropped,
+        replayed,
+        size.note,
+        ranks,
     )
 
 
@@ -190,6 +214,17 @@ def check_truncation(spec: RunSpec, vocabulary: int) -> None:
             where="rollout.top_k",
             why="rollout.truncation is replay: the trainer normalises over the ids that were kept",
             fix=f"set rollout.top_k to {rollout.max_kept} or less, or raise rollout.max_kept",
+        )
+
+
+def check_ranks(spec: RunSpec, ranks: int) -> None:
+    """Refuses more processes than there are prompts for."""
+    if ranks > spec.rollout.prompts_per_step:
+        raise ConfigError(
+            f"{ranks} processes share {spec.rollout.prompts_per_step} prompts a step",
+            where="rollout.prompts_per_step",
+            why="a prompt is sampled by one of them, so some would have none",
+            fix=f"raise it to at least {ranks}, or start fewer processes",
         )
 
 

@@ -10,8 +10,9 @@ Next: `corrector.py` for the correction, `microbatch.py` for the rows, `../algor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Literal
 
@@ -36,11 +37,12 @@ from lockstep.trainer.clip_calibration import ClipCalibrator
 from lockstep.trainer.corrector import Corrector, is_about_rejection
 from lockstep.trainer.microbatch import MicroBatch
 from lockstep.trainer.optimizer import Optimizer
+from lockstep.trainer.ranks import Division
 from lockstep.trainer.route_replay import expert_load
 from lockstep.trainer.sample import Sample, by_sample
 from lockstep.trainer.scale_history import ScaleHistory
 from lockstep.trainer.setup import Parts
-from lockstep.trainer.violation import examine
+from lockstep.trainer.violation import NAME, examine
 
 Scales = ScaleHistory | KVScales | None
 """KV scales by the version of a sample; None where the engine has a BF16 KV cache."""
@@ -48,9 +50,8 @@ Scales = ScaleHistory | KVScales | None
 
 @dataclass(frozen=True)
 class Scored:
-    """Samples of a micro-batch, whose token each is, and what trainer and rollout say of it, where the trainer is."""
+    """Of a micro-batch's tokens: number of the sample, and what trainer and rollout say, where the trainer is."""
 
-    samples: list[Sample]
     sample_N: Tensor
     trainer_N: Tensor
     rollout_N: Tensor
@@ -106,9 +107,10 @@ class Updater:
         if not self.recipe.needs_reference:
             return
         decoder, path = self.parts.decoder, run_dir / "reference.safetensors"
-        if self.optimizer.steps == 0:
+        if self.optimizer.steps == 0 and self.parts.ranks.first:
             save_file({n: p.detach().contiguous() for n, p in decoder.named_parameters()}, path)
-        elif not path.is_file():
+        self.parts.ranks.wait()
+        if not path.is_file():
             raise CheckpointError("the reference policy is missing", where=str(path), fix="start anew")
         self.reference = empty_decoder(decoder.spec, decoder.flow, decoder.kernels, self.parts.device)
         tensors = load_file(path)
@@ -136,7 +138,7 @@ class Updater:
             self.judge(mismatch, samples, scales)
             self.corrector.weigh(samples)
         if trained and self.calibrator.due():
-            self.calibrator.begin(self.microbatches(trained[-1], {}))
+            self.calibrator.begin(self.packed(self.divided(trained[-1], {}).own))
         for epoch in range(self.spec.epochs):
             for number, batch in enumerate(trained):
                 first = epoch == 0 and number == 0 and not scored
@@ -156,7 +158,7 @@ class Updater:
         metrics["optim/applied_steps"] = float(applied)
         metrics["optim/skipped_steps"] = float(self.optimizer.skipped)
         metrics |= {name: value.result() for name, value in merge_metrics(reduced).items()}
-        metrics |= {} if self.load is None else self.load.metrics()
+        metrics |= self.read_load()
         metrics |= self.calibrator.end() | self.close_correction(samples, scored=scored)
         return metrics | mismatch.metrics()
 
@@ -206,9 +208,10 @@ class Updater:
         recipe, device = self.calibrator.recipe(self.recipe), self.parts.device
         reduced = []
         seen: list[Scored] = []
-        for chosen, micro in self.microbatches(batch, metrics):
+        division = self.divided(batch, metrics)
+        for chosen, micro in self.packed(division.own):
             logp_N, entropy_N = self.log_probs(micro, scales)
-            seen.append(Scored(chosen, micro.sample_N, logp_N.detach(), micro.rollout_N))
+            seen.append(Scored(micro.sample_N, logp_N.detach(), micro.rollout_N))
             terms = self.corrector.terms(chosen, CurrentLogp(logp_N), RolloutLogp(micro.rollout_N))
             coef_N = upload(torch.tensor([coef_of[id(s)] for s in chosen]), device)[micro.sample_N]
             inputs = LossInput(
@@ -228,16 +231,19 @@ class Updater:
             out.loss.backward()
             reduced.append(out.metrics)
         if mismatch is not None:
-            self.compare(seen, mismatch)
-        return reduced
+            everyones = division.gather(seen)
+            self.compare(division.items, everyones, mismatch)
+            for chosen, part in zip(division.items, everyones, strict=True):
+                self.corrector.know(chosen, part.trainer_N.to(device))
+        return division.gather(reduced)
 
-    def compare(self, seen: Sequence[Scored], mismatch: Mismatch) -> None:
+    def compare(self, packs: Sequence[list[Sample]], scored: Sequence[Scored], mismatch: Mismatch) -> None:
         """Takes scored micro-batches into account, all at once: until here no GPU had to be waited for."""
-        for part in seen:
+        for samples, part in zip(packs, scored, strict=True):
             trainer_N, rollout_N = part.trainer_N.cpu(), part.rollout_N.cpu()
             mismatch.see(trainer_N, rollout_N, part.sample_N.cpu())
-            differences = by_sample(part.samples, (trainer_N - rollout_N).abs())
-            for sample, difference_N in zip(part.samples, differences, strict=True):
+            differences = by_sample(samples, (trainer_N - rollout_N).abs())
+            for sample, difference_N in zip(samples, differences, strict=True):
                 sample.max_abs_dlogp = float(difference_N.max())
 
     def pack(self, batch: list[Sample], metrics: dict[str, float]) -> list[list[int]]:
@@ -265,13 +271,20 @@ class Updater:
         metrics["data/packing_fill"] = fill_ratio(bins, lengths, budget, share)
         return [[order[i] for i in members] for members in bins]
 
-    def microbatches(
-        self, batch: list[Sample], metrics: dict[str, float]
-    ) -> Iterator[tuple[list[Sample], MicroBatch]]:
-        """The micro-batches of a mini-batch, one at a time, with their samples."""
-        for members in self.pack(batch, metrics):
-            chosen = [batch[i] for i in members]
-            yield chosen, self.microbatch(chosen)
+    def divided(self, batch: list[Sample], metrics: dict[str, float]) -> Division[list[Sample]]:
+        """The samples of each micro-batch of a mini-batch, shared among ranks by their tokens."""
+        packs = [[batch[i] for i in members] for members in self.pack(batch, metrics)]
+        prompts = [{s.completion.prompt_ids for s in samples} for samples in packs]
+        rows = [
+            sum(map(len, own)) + sum(len(s.completion.token_ids) for s in samples)
+            for own, samples in zip(prompts, packs, strict=True)
+        ]
+        return self.parts.ranks.divide(packs, rows)
+
+    def packed(self, packs: Iterable[list[Sample]]) -> Iterator[tuple[list[Sample], MicroBatch]]:
+        """Micro-batches of these samples, one at a time, with their samples."""
+        for samples in packs:
+            yield samples, self.microbatch(samples)
 
     def microbatch(self, samples: list[Sample]) -> MicroBatch:
         """Packed rows of these samples."""
@@ -284,10 +297,15 @@ class Updater:
         """The trainer's log-probabilities before the first optimizer step, by id of the sample; compared with the rollout's
         when `mismatch` is given."""
         found: dict[int, Tensor] = {}
-        for chosen, micro in self.microbatches(samples, {}):
+        division, own = self.divided(samples, {}), []
+        for _, micro in self.packed(division.own):
             logp_N, _ = micro.log_probs(self.parts.decoder, _own(scales, micro))
-            if mismatch is not None:
-                self.compare([Scored(chosen, micro.sample_N, logp_N, micro.rollout_N)], mismatch)
+            own.append(Scored(micro.sample_N, logp_N, micro.rollout_N))
+        scored = division.gather(own)
+        if mismatch is not None:
+            self.compare(division.items, scored, mismatch)
+        for chosen, part in zip(division.items, scored, strict=True):
+            logp_N = part.trainer_N.to(self.parts.device)
             found |= {id(s): own_N for s, own_N in zip(chosen, by_sample(chosen, logp_N), strict=True)}
         return found
 
@@ -317,10 +335,19 @@ class Updater:
         """
         if self.collector is None:
             return {}
-        self.seen = self.collector.read()
+        self.seen = reduce(KVMaxima.with_those, self.parts.ranks.gather(self.collector.read()))
         if not self.seen.elements:
             return {}
         return {"kv/saturation_pct": 100.0 * self.seen.saturated / self.seen.elements}
+
+    def read_load(self) -> dict[str, float]:
+        """What the experts got of all rows of the step."""
+        if self.load is None:
+            return {}
+        first, *others = self.parts.ranks.gather(self.load)
+        for other in others:
+            first.add(other)
+        return first.metrics()
 
     def judge(self, mismatch: Mismatch, samples: list[Sample], scales: Scales) -> None:
         """Stops the run, or warns, when it promised equality, or a band, and the first forward of these samples says otherwise.
@@ -334,10 +361,11 @@ class Updater:
         if self.action == "stop":
             found = examine(
                 samples,
-                lambda some: self.microbatches(some, {}),
+                lambda some: self.packed(self.divided(some, {}).items),
                 lambda micro: micro.log_probs(self.parts.decoder, _own(scales, micro))[0],
             )
-            path = found.write(Path(self.parts.spec.run_dir))
+            folder = Path(self.parts.spec.run_dir)
+            path = found.write(folder) if self.parts.ranks.first else folder / NAME
             raise ContractError(
                 f"rollout and trainer disagree: max |delta logp| {mismatch.max_abs:.3e} over {mismatch.tokens} tokens "
                 f"({mismatch.tokens - mismatch.exact} differ), allowed is {self.tolerance:g}; {found.line()} ({path}); "

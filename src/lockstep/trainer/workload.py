@@ -101,9 +101,11 @@ def forward_backward(
     return _phase("forward and backward", linear, attention, head, memory)
 
 
-def optimizer(model: ModelSpec, card: Card) -> Phase:
-    """AdamW: reads four FP32 tensors and writes three; the gradients' norm and their clipping move three more."""
-    return _phase("optimizer", 0.0, 0.0, 0.0, card.moves(10 * 4 * model.num_parameters))
+def optimizer(model: ModelSpec, card: Card, ranks: int = 1) -> Phase:
+    """AdamW: reads four FP32 tensors and writes three, on each of so many ranks for its share; clipping reads and writes the
+    share's gradients, and their norm reads all."""
+    tensors = 9 / ranks + 1
+    return _phase("optimizer", 0.0, 0.0, 0.0, card.moves(tensors * 4 * model.num_parameters))
 
 
 def publication(model: ModelSpec, flow: Flow, card: Card) -> Phase:
