@@ -22,6 +22,8 @@ from lockstep.data.spec import DataSpec
 from lockstep.errors import ConfigError, ContractError, JobError
 from lockstep.launch import torchrun
 from lockstep.launch.local import run_training
+from lockstep.models.random_weights import make_random
+from lockstep.numerics.flow import FlowSpec
 from lockstep.observe.logger import RunLogger, SilentLogger
 from lockstep.rollout.spec import RolloutSpec
 from lockstep.trainer.optimizer import Optimizer
@@ -141,6 +143,27 @@ def test_two_processes_go_on_where_they_were(
     longer = replace(made["stopped"], update=replace(made["stopped"].update, steps=5))
     run_training(longer)
     assert "1 processes now, 2 before" in (folders[1] / "notes.jsonl").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.parametrize("flow", [FlowSpec("fp8", "fp8"), FlowSpec("bf16")], ids=["fp8+kv8", "bf16"])
+def test_two_gpus_do_what_one_does(
+    flow: FlowSpec, make_spec: MakeSpec, tmp_path: Path, outcome: Callable[[Path], dict[str, Any]]
+) -> None:
+    make_random(tmp_path / "model", shape="smollm2-135m", layers=2)
+    alone, together = (
+        make_spec(
+            flow, name=name, kernels="hopper", model=ModelSource(str(tmp_path / "model")),
+            rollout=RolloutSpec(4, 4, 24, ignore_eos=True), update=UpdateSpec(4, max_tokens_per_microbatch=220),
+        )
+        for name in ("alone", "together")
+    )  # fmt: skip
+    run_two([together])
+    run_training(alone)
+    one, two = (outcome(Path(spec.run_dir)) for spec in (alone, together))
+    assert [row["data/microbatches"] for row in one["metrics"]] == [2.0] * 4
+    assert one == two
 
 
 def test_work_is_divided_and_put_together_again() -> None:

@@ -237,9 +237,8 @@ class DecodeState:
             self._step(batch, splits)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, capture_error_mode="thread_local"
-        ):  # other threads may poll
+        only_here = "thread_local"  # a thread that watches other GPUs' messages goes on
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=only_here):
             self._step(batch, splits)
         torch.cuda.synchronize()
         self.alive.copy_(saved[0])

@@ -76,9 +76,8 @@ class ClipCalibrator:
     def end(self) -> dict[str, float]:
         """After the update: the next bounds from what was seen. Metrics of the bounds that were in force."""
         metrics = {"policy/clip_bound_low": self.bounds.lower, "policy/clip_bound_high": self.bounds.upper}
-        seen = (
-            [part for some in self.parts.ranks.gather(self._seen) for part in some] if self.measuring else []
-        )
+        everyones = self.parts.ranks.gather(self._seen) if self.measuring else []
+        seen = [part for some in everyones for part in some]
         if seen:
             log_ratio, reference, advantage = (torch.cat(x) for x in zip(*seen, strict=True))
             if bool(torch.isfinite(log_ratio).all() & torch.isfinite(reference).all()):
