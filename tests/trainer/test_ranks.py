@@ -235,8 +235,9 @@ def test_a_process_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_process_that_lost_the_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a line; whoever ended has told why. Other errors stay what they are."""
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
+    for name in torchrun.PLACE:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
@@ -245,6 +246,18 @@ def test_a_process_that_lost_the_others_says_so(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer")
     with pytest.raises(RuntimeError, match="shapes"), torchrun.joined():
         raise RuntimeError("shapes do not match")
+
+
+def test_half_a_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name in torchrun.PLACE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with (
+        pytest.raises(ConfigError, match=r"WORLD_SIZE is 4, but LOCAL_RANK, MASTER_ADDR.* torchrun"),
+        torchrun.joined(),
+    ):
+        pass
 
 
 def test_the_others_write_nothing(tmp_path: Path, make_spec: MakeSpec) -> None:
