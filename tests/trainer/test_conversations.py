@@ -52,7 +52,7 @@ def to_samples(trainer: Any, talks: list[Conversation]) -> list[Sample]:
     expected = Expected(progress.version, progress.scale_version, trainer.parts.model_spec.vocab_size)
     completions, dropped = admit([c for t in talks for c in t.samples()], expected, "stop")
     assert not dropped
-    samples = [Sample(c, example, c.prompt_index, trainer.text(c)) for c in completions]
+    samples = [Sample(c, example, c.prompt_index, trainer.parts.text) for c in completions]
     for sample in samples:
         sample.advantage = (-1.0, 0.25, 0.75)[sample.completion.sample_index]
     return samples

@@ -18,6 +18,7 @@ from torch import distributed as dist
 
 from lockstep.algorithms.spec import AlgorithmSpec
 from lockstep.correction.spec import CorrectionSpec
+from lockstep.data.example import Example
 from lockstep.data.spec import DataSpec
 from lockstep.errors import ConfigError, ContractError, JobError
 from lockstep.launch import torchrun
@@ -25,9 +26,13 @@ from lockstep.launch.local import run_training
 from lockstep.models.random_weights import make_random
 from lockstep.numerics.flow import FlowSpec
 from lockstep.observe.logger import RunLogger, SilentLogger
+from lockstep.rewards.evaluate import RewardBatch
 from lockstep.rollout.spec import RolloutSpec
+from lockstep.rollout.types import Completion, SamplingParams
 from lockstep.trainer.optimizer import Optimizer
 from lockstep.trainer.ranks import Ranks, _on_host
+from lockstep.trainer.sample import Sample
+from lockstep.trainer.scoring import score
 from lockstep.trainer.setup import make_parts
 from lockstep.trainer.spec import CheckpointSpec, EvalSpec, ModelSource, OptimSpec, RunSpec, UpdateSpec
 
@@ -200,6 +205,29 @@ def test_what_was_found_is_in_the_order_of_all(monkeypatch: pytest.MonkeyPatch) 
     assert [d.gather(mine) for d, mine in zip(divisions, found, strict=True)] == [list("ABCD")] * 2
     with pytest.raises(ValueError, match="1 results of 2 items"):
         divisions[0].gather(["A"])
+
+
+def test_a_rank_reads_and_scores_its_own_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And knows the scores of all, whoever has them."""
+    read: list[str] = []
+
+    class Half:
+        def score(self, prompts: Any, texts: list[str], ids: Any, columns: Any) -> RewardBatch:
+            return RewardBatch([float(t) for t in texts], {"f": [float(t) for t in texts]}, [])
+
+    def decode(completion: Completion) -> str:
+        read.append(str(completion.token_ids[0]))
+        return read[-1]
+
+    params = SamplingParams(1)
+    completions = [Completion((1,), n // 2, n % 2, (n,), (-1.0,), "stop", (), 0, params) for n in range(6)]
+    samples = [Sample(c, Example("1+1=", {}, 0), c.prompt_index, decode) for c in completions]
+    other = RewardBatch([4.0, 5.0], {"f": [4.0, 5.0]}, [])
+    monkeypatch.setattr(Ranks, "gather", lambda self, own: [own, other])
+    metrics = score(Half(), samples, Ranks(0, 2))  # type: ignore[arg-type]
+    assert read == ["0", "1", "2", "3"]
+    assert [s.reward for s in samples] == [s.parts["f"] for s in samples] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert metrics["reward"] == 2.5
 
 
 def test_tensors_are_sent_by_their_values() -> None:

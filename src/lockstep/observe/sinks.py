@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from lockstep.observe.jsonl import LineFile, number
 
@@ -29,6 +29,17 @@ class MetricSink(Protocol):
 
     def close(self) -> None:
         """Write out what is pending."""
+
+
+class Rewarded(Protocol):
+    """What has a reward, or none yet."""
+
+    @property
+    def reward(self) -> float | None:
+        """The weighted sum."""
+
+
+Chosen = TypeVar("Chosen", bound=Rewarded)
 
 
 @dataclass(frozen=True)
@@ -170,7 +181,7 @@ class ServiceSink:
             self._run = None
 
 
-def select(samples: Sequence[SampleRecord], keep: int) -> list[SampleRecord]:
+def select(samples: Sequence[Chosen], keep: int) -> list[Chosen]:
     """At most `keep` of the samples, in their order: the best, the worst, then an even spread. Never random."""
     if keep >= len(samples):
         return list(samples)

@@ -58,14 +58,8 @@ class Evaluator:
         )
 
     def _score(self, completions: list[Completion]) -> list[Sample]:
-        decode = self.parts.tokenizer.decode
         samples = [
-            Sample(
-                c,
-                self.prompts[c.prompt_index].example,
-                c.prompt_index,
-                str(decode(c.token_ids, skip_special_tokens=True)),
-            )
+            Sample(c, self.prompts[c.prompt_index].example, c.prompt_index, self.parts.text)
             for c in completions
         ]
         score(self.rewards, samples, self.parts.ranks)

@@ -30,7 +30,7 @@ from lockstep.models.checkpoint import save
 from lockstep.nn.kv_scales import KVScales
 from lockstep.observe.logger import RunLogger
 from lockstep.observe.metrics import PhaseTimer, peak_memory
-from lockstep.observe.sinks import SampleRecord
+from lockstep.observe.sinks import SampleRecord, select
 from lockstep.rewards.evaluate import Rewards
 from lockstep.rollout.types import Completion, Request
 from lockstep.sync.publish import Publisher
@@ -182,7 +182,7 @@ class Trainer:
         )
         completions, metrics = admit(completions, expected, self.spec.data.on_bad_sample)
         samples = [
-            Sample(c, prompts[c.prompt_index - start].example, c.prompt_index, self.text(c))
+            Sample(c, prompts[c.prompt_index - start].example, c.prompt_index, self.parts.text)
             for c in completions
         ]
         metrics |= score(self.rewards, samples, self.ranks)
@@ -265,15 +265,12 @@ class Trainer:
         with self.timer.phase("eval"):
             return self.evaluator.run(step, self.progress.version, self.progress.scale_version)
 
-    def text(self, completion: Completion) -> str:
-        """A completion as people and reward functions read it."""
-        return str(self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-
     def log(self, metrics: dict[str, float], samples: list[Sample]) -> None:
         """Everything about the finished step goes to the sinks at once."""
         metrics["num_tokens"] = float(self.progress.tokens)
         metrics |= self.timer.result() | peak_memory()
-        self.logger.step(self.progress.step, metrics, [self.record(s) for s in samples])
+        shown = select(samples, self.spec.observe.samples_per_step) if self.ranks.first else []
+        self.logger.step(self.progress.step, metrics, [self.record(s) for s in shown])
 
     def record(self, sample: Sample) -> SampleRecord:
         """A sample for samples.jsonl."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -29,16 +30,22 @@ from lockstep.trainer.route_replay import RouteShape
 
 @dataclass
 class Sample:
-    """One completion with what has been learnt about it. `group` numbers the prompts of a step from 0."""
+    """One completion with what has been learnt about it. `group` numbers the prompts of a step from 0. decode: its text, made for
+    whoever reads it."""
 
     completion: Completion
     example: Example
     group: int
-    text: str
+    decode: Callable[[Completion], str]
     reward: float | None = None
     parts: dict[str, float | None] = field(default_factory=dict)
     advantage: float = 0.0
     max_abs_dlogp: float | None = None
+
+    @cached_property
+    def text(self) -> str:
+        """As people and reward functions read it."""
+        return self.decode(self.completion)
 
 
 def by_sample(samples: Sequence[Sample], values_N: Tensor) -> tuple[Tensor, ...]:

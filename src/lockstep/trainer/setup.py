@@ -66,6 +66,10 @@ class Parts:
             found[completion.prompt_index].append(completion)
         return [c for some in division.gather(list(found.values())) for c in some]
 
+    def text(self, completion: Completion) -> str:
+        """As people and reward functions read it."""
+        return str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+
     def calibrate(self, start: int, version: int) -> KVScales:
         """KV scales from the prompts of the step that begins at ordinal `start`, with headroom. Whichever side
         `flow.kv_calibration` names must hold the weights they are for."""
