@@ -109,7 +109,7 @@ class ProbedUpdater(Updater):
         coef_S = advantage_S * token_coefficients(lengths, recipe.denominator, max_tokens=limit)
         coef_of = {id(s): coef for s, coef in zip(samples, coef_S.tolist(), strict=True)}
         with decoder.uncaptured():  # the decoder may be the trainer's own, whose gradients are kept
-            for members, micro in self.packed(self.divided(samples, {}).items):
+            for members, micro in self.packs.microbatches(self.packs.divided(samples, {}).items):
                 logp_N, _ = micro.log_probs(decoder, None)
                 coef_N = torch.tensor([coef_of[id(s)] for s in members]).to(device)[micro.sample_N]
                 coef_N = coef_N * weight(logp_N.detach(), micro.rollout_N)

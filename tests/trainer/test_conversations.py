@@ -97,12 +97,12 @@ def test_segments_of_a_rewritten_history_train_too_case_60(
         counts = chats.metrics()
         assert counts["data/rewritten_history"] == 6 and counts["data/segments"] == 12 == len(samples)
         assert sum(s.completion.trained_tokens for s in samples) == sum(t.sampled_tokens for t in talks)
-        for members in trainer.updater.pack(samples, {}):
+        for members in trainer.updater.packs.pack(samples, {}):
             rows = make_microbatch(
                 [samples[i].completion for i in members], trainer.parts.group, share_prompts=True
             )
             assert len(rows.ids_T) <= 90
-        assert sorted(i for m in trainer.updater.pack(samples, {}) for i in m) == list(range(12))
+        assert sorted(i for m in trainer.updater.packs.pack(samples, {}) for i in m) == list(range(12))
         metrics = trainer.updater.update(samples, trainer.scales)
     assert metrics["mismatch/max_abs_dlogp"] == 0.0 and metrics["data/microbatches"] > 1
     assert metrics["mismatch/tokens"] == sum(s.completion.trained_tokens for s in samples)

@@ -229,7 +229,7 @@ def gradient_of(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Gradient and metrics of one mini-batch that has been screened, and of its loss alone."""
     updater = trainer.updater
-    updater.spec = replace(updater.spec, max_tokens_per_microbatch=budget, share_prompts=share)
+    updater.packs.spec = replace(updater.packs.spec, max_tokens_per_microbatch=budget, share_prompts=share)
     trainer.parts.decoder.zero_grad(set_to_none=True)
     updater.corrector.records.clear()
     updater.screen(samples, None)

@@ -302,7 +302,7 @@ def test_samples_are_replayed_with_the_scales_they_were_drawn_with_case_32(
         versions = {s.completion.scale_version for s in first}, {s.completion.scale_version for s in second}
         assert versions == ({1}, {2})
         mixed = [s for pair in zip(first, second) for s in pair]
-        for members in trainer.updater.pack(mixed, {}):
+        for members in trainer.updater.packs.pack(mixed, {}):
             assert len({mixed[i].completion.scale_version for i in members}) == 1
         found = trainer.updater.old_log_probs(mixed, trainer.history)
         for sample in mixed:
@@ -310,7 +310,7 @@ def test_samples_are_replayed_with_the_scales_they_were_drawn_with_case_32(
         with pytest.raises(ContractError, match="drawn with KV scales v1, these are v2"):
             trainer.updater.old_log_probs(first, trainer.scales)
         with pytest.raises(ContractError, match="can't share a micro-batch"):
-            trainer.updater.microbatch(mixed)
+            trainer.updater.packs.microbatch(mixed)
 
 
 def test_a_sample_of_unknown_scales_stops_the_update_case_32(

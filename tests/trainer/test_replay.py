@@ -60,7 +60,7 @@ def test_without_the_recorded_ids_the_run_would_stop_case_37(
         samples, metrics = trainer.sample()
         assert metrics["data/dropped_no_sampling_mask"] == 1
         bare = replace(samples[0].completion, sampling_mask=None)
-        micro = trainer.updater.microbatch([replace(samples[0], completion=bare)])
+        micro = trainer.updater.packs.microbatch([replace(samples[0], completion=bare)])
         logp_N, _ = micro.log_probs(trainer.parts.decoder, trainer.scales)
         mask = samples[0].completion.sampling_mask
         assert (logp_N.detach() - micro.rollout_N).exp().tolist() == pytest.approx(

@@ -26,7 +26,7 @@ def gradient_of(
 ) -> tuple[torch.Tensor, dict[str, float], int]:
     """Gradient and metrics of one mini-batch under a micro-batch budget."""
     updater, metrics = trainer.updater, {}
-    updater.spec = replace(updater.spec, max_tokens_per_microbatch=budget, share_prompts=share)
+    updater.packs.spec = replace(updater.packs.spec, max_tokens_per_microbatch=budget, share_prompts=share)
     trainer.parts.decoder.zero_grad(set_to_none=True)
     parts = updater.gradients(samples, None, None, metrics)
     found = {k: v.result() for k, v in merge_metrics(parts).items()}
@@ -81,7 +81,7 @@ def test_sharing_prompts_changes_no_log_probability(
         samples, _ = trainer.sample()
         found = []
         for share in (True, False):
-            trainer.updater.spec = replace(trainer.updater.spec, share_prompts=share)
+            trainer.updater.packs.spec = replace(trainer.updater.packs.spec, share_prompts=share)
             logp = trainer.updater.old_log_probs(samples, trainer.scales)
             found.append(torch.cat([logp[id(s)] for s in samples]))
         rollout = torch.tensor([p for s in samples for p in s.completion.logprobs])

@@ -169,7 +169,7 @@ def use_flows(trainer: Trainer, flows: FlowPair) -> None:
 def self_mismatch(updater: Updater, samples: list[Sample], scales: Scales) -> Mismatch:
     """The trainer against itself: some samples packed together, and each alone with its own prompt. By the row law nothing
     differs; a kernel that sums in another order for another batch shows here what it can't be held to."""
-    chosen = [samples[i] for i in updater.pack(samples, {})[0][:FLOOR_SAMPLES]]
+    chosen = [samples[i] for i in updater.packs.pack(samples, {})[0][:FLOOR_SAMPLES]]
     together = updater.old_log_probs(chosen, scales)
     mismatch = Mismatch()
     for sample in chosen:

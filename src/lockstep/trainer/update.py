@@ -5,12 +5,12 @@ token budget. One global denominator holds for a mini-batch, so the number of mi
 mini-batch is computed under the very weights that sampled it: its log-probabilities are compared with the rollout's
 *before* the optimizer moves. A correction that has to know them earlier gets a pass of its own, in `screen`.
 
-Next: `corrector.py` for the correction, `microbatch.py` for the rows, `../algorithms/losses.py` for the loss.
+Next: `packs.py` for micro-batches, `corrector.py` for the correction, `../algorithms/losses.py` for the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -27,7 +27,6 @@ from lockstep.correction.mismatch import Mismatch
 from lockstep.correction.policies import CurrentLogp, RolloutLogp
 from lockstep.correction.presets import Correction
 from lockstep.correction.tighten import tighten
-from lockstep.data.packing import GroupLengths, fill_ratio, pack
 from lockstep.errors import CheckpointError, ContractError
 from lockstep.kernels.upload import upload
 from lockstep.models.build import empty_decoder
@@ -37,7 +36,7 @@ from lockstep.trainer.clip_calibration import ClipCalibrator
 from lockstep.trainer.corrector import Corrector, is_about_rejection
 from lockstep.trainer.microbatch import MicroBatch
 from lockstep.trainer.optimizer import Optimizer
-from lockstep.trainer.ranks import Division
+from lockstep.trainer.packs import Packs
 from lockstep.trainer.route_replay import expert_load
 from lockstep.trainer.sample import Sample, by_sample
 from lockstep.trainer.scale_history import ScaleHistory
@@ -64,6 +63,7 @@ class Updater:
     def __init__(self, parts: Parts, recipe: Recipe, optimizer: Optimizer) -> None:
         self.parts, self.recipe, self.optimizer = parts, recipe, optimizer
         self.spec = parts.spec.update
+        self.packs = Packs(parts)
         self.reference: Decoder | None = None
         self.moved = False
         self.warning = ""
@@ -138,7 +138,7 @@ class Updater:
             self.judge(mismatch, samples, scales)
             self.corrector.weigh(samples)
         if trained and self.calibrator.due():
-            self.calibrator.begin(self.packed(self.divided(trained[-1], {}).own))
+            self.calibrator.begin(self.packs.microbatches(self.packs.divided(trained[-1], {}).own))
         for epoch in range(self.spec.epochs):
             for number, batch in enumerate(trained):
                 first = epoch == 0 and number == 0 and not scored
@@ -208,8 +208,8 @@ class Updater:
         recipe, device = self.calibrator.recipe(self.recipe), self.parts.device
         reduced = []
         seen: list[Scored] = []
-        division = self.divided(batch, metrics)
-        for chosen, micro in self.packed(division.own):
+        division = self.packs.divided(batch, metrics)
+        for chosen, micro in self.packs.microbatches(division.own):
             logp_N, entropy_N = self.log_probs(micro, scales)
             seen.append(Scored(micro.sample_N, logp_N.detach(), micro.rollout_N))
             terms = self.corrector.terms(chosen, CurrentLogp(logp_N), RolloutLogp(micro.rollout_N))
@@ -246,50 +246,6 @@ class Updater:
             for sample, difference_N in zip(samples, differences, strict=True):
                 sample.max_abs_dlogp = float(difference_N.max())
 
-    def pack(self, batch: list[Sample], metrics: dict[str, float]) -> list[list[int]]:
-        """Micro-batches of sample numbers under the token budget. Samples of a group that have one prompt stand together;
-        a conversation's later segments have prompts of their own."""
-        by_scales: dict[int, list[int]] = {}
-        for i, sample in enumerate(batch):
-            by_scales.setdefault(sample.completion.scale_version, []).append(i)
-        if len(by_scales) > 1:  # rows of a forward pass share their KV scales
-            parts = [
-                (members, self.pack([batch[i] for i in members], metrics)) for members in by_scales.values()
-            ]
-            return [[members[i] for i in chosen] for members, bins in parts for chosen in bins]
-        groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for i, sample in enumerate(batch):
-            groups.setdefault((sample.group, sample.completion.prompt_ids), []).append(i)
-        order = [i for members in groups.values() for i in members]
-        lengths = [
-            GroupLengths(len(prompt), tuple(len(batch[i].completion.token_ids) for i in members))
-            for (_, prompt), members in groups.items()
-        ]
-        budget, share = self.spec.max_tokens_per_microbatch, self.spec.share_prompts
-        bins = pack(lengths, budget, share)
-        metrics["data/microbatches"] = metrics.get("data/microbatches", 0.0) + len(bins)
-        metrics["data/packing_fill"] = fill_ratio(bins, lengths, budget, share)
-        return [[order[i] for i in members] for members in bins]
-
-    def divided(self, batch: list[Sample], metrics: dict[str, float]) -> Division[list[Sample]]:
-        """The samples of each micro-batch of a mini-batch, shared among ranks by their tokens."""
-        packs = [[batch[i] for i in members] for members in self.pack(batch, metrics)]
-        prompts = [{s.completion.prompt_ids for s in samples} for samples in packs]
-        rows = [
-            sum(map(len, own)) + sum(len(s.completion.token_ids) for s in samples)
-            for own, samples in zip(prompts, packs, strict=True)
-        ]
-        return self.parts.ranks.divide(packs, rows)
-
-    def packed(self, packs: Iterable[list[Sample]]) -> Iterator[tuple[list[Sample], MicroBatch]]:
-        """Micro-batches of these samples, one at a time, with their samples."""
-        for samples in packs:
-            yield samples, self.microbatch(samples)
-
-    def microbatch(self, samples: list[Sample]) -> MicroBatch:
-        """Packed rows of these samples."""
-        return self.parts.microbatch([s.completion for s in samples], share_prompts=self.spec.share_prompts)
-
     @torch.no_grad()
     def old_log_probs(
         self, samples: list[Sample], scales: Scales, mismatch: Mismatch | None = None
@@ -297,8 +253,8 @@ class Updater:
         """The trainer's log-probabilities before the first optimizer step, by id of the sample; compared with the rollout's
         when `mismatch` is given."""
         found: dict[int, Tensor] = {}
-        division, own = self.divided(samples, {}), []
-        for _, micro in self.packed(division.own):
+        division, own = self.packs.divided(samples, {}), []
+        for _, micro in self.packs.microbatches(division.own):
             logp_N, _ = micro.log_probs(self.parts.decoder, _own(scales, micro))
             own.append(Scored(micro.sample_N, logp_N, micro.rollout_N))
         scored = division.gather(own)
@@ -361,7 +317,7 @@ class Updater:
         if self.action == "stop":
             found = examine(
                 samples,
-                lambda some: self.packed(self.divided(some, {}).items),
+                lambda some: self.packs.microbatches(self.packs.divided(some, {}).items),
                 lambda micro: micro.log_probs(self.parts.decoder, _own(scales, micro))[0],
             )
             folder = Path(self.parts.spec.run_dir)
