@@ -242,6 +242,18 @@ def test_long_packs_are_launched_one_by_one(
     assert kernels.made[-1].fills == 3, "without gradient nothing goes through it"
 
 
+def captures(
+    toy: SimpleNamespace, decoder: Decoder, table: Sequence[tuple[Any, Any]], noted: list[int]
+) -> list[list[int]]:
+    """What was noted in each of these passes."""
+    found = []
+    for lengths, _ in table:
+        noted.clear()
+        pass_of(toy, decoder, lengths)
+        found.append(list(noted))
+    return found
+
+
 def test_what_is_captured_when(toy: SimpleNamespace, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A room that comes again, once; what is larger than all captured before it takes their memory."""
     captured: list[int] = []
@@ -253,7 +265,7 @@ def test_what_is_captured_when(toy: SimpleNamespace, kernels: Any, monkeypatch: 
     monkeypatch.setattr(trunk_graph, "_graph", graph)
     decoder = decoder_of(toy, SPECS["qwen3"], FLOWS["bf16"], kernels, graphs=True)
     small, large = (128,), (200, 30)
-    for lengths, expected in (
+    table = (
         (large, []),
         (small, []),
         (small, [128, 128]),
@@ -262,10 +274,8 @@ def test_what_is_captured_when(toy: SimpleNamespace, kernels: Any, monkeypatch: 
         (large, []),
         (small, [128, 128]),
         (small, []),
-    ):
-        captured.clear()
-        pass_of(toy, decoder, lengths)
-        assert captured == expected, lengths
+    )
+    assert captures(toy, decoder, table, captured) == [expected for _, expected in table]
 
 
 def test_rare_rooms_are_forgotten(
@@ -299,7 +309,7 @@ def test_a_pool_without_graphs_is_not_used_again(
     monkeypatch.setattr(trunk_graph, "_graph", lambda work, pool: pools.append(pool) or work)
     decoder = decoder_of(toy, SPECS["qwen3"], FLOWS["fp8"], kernels, graphs=True)
     few, many, less = (70, 1, 33), (6,) * 20, (40,) * 9
-    for lengths, expected in (
+    table = (
         (few, []),
         (few, [0, 0]),
         (many, []),
@@ -308,10 +318,8 @@ def test_a_pool_without_graphs_is_not_used_again(
         (less, [2, 2]),
         (few, []),
         (few, [2, 2]),
-    ):
-        pools.clear()
-        pass_of(toy, decoder, lengths)
-        assert pools == expected, lengths
+    )
+    assert captures(toy, decoder, table, pools) == [expected for _, expected in table]
 
 
 @pytest.mark.parametrize(("budget", "mean"), [(4096, 200), (8192, 800)])

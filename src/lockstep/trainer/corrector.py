@@ -82,15 +82,15 @@ class Corrector:
         rollout_N = torch.tensor(sample.completion.trained_logprobs, dtype=torch.float32, device=old_N.device)
         self.records[id(sample)] = TokenRecord(sample, OldLogp(old_N), RolloutLogp(rollout_N))
 
-    def remember_all(self, samples: Sequence[Sample], old_N: Tensor) -> None:
-        """The same for these samples' tokens in their order."""
-        for sample, own_N in zip(samples, by_sample(samples, old_N), strict=True):
+    def learn(self, samples: Sequence[Sample], old_N: Tensor) -> bool:
+        """Remembers these samples, by the update's first forward (this rank's or another's), where no pass has: then nothing had
+        moved in it. Whether that was so."""
+        if not self.uses_old or all(id(s) in self.records for s in samples):
+            return False
+        assert not self.needs_pass, "a pass should have scored these samples before the update"
+        for sample, own_N in zip(samples, by_sample(samples, old_N.to(self.parts.device)), strict=True):
             self.remember(sample, own_N)
-
-    def know(self, samples: Sequence[Sample], old_N: Tensor) -> None:
-        """What another rank found out about these samples in the update's first forward, where nothing had moved."""
-        if self.uses_old and not self.needs_pass and any(id(s) not in self.records for s in samples):
-            self.remember_all(samples, old_N)
+        return True
 
     def reject(self, samples: Sequence[Sample]) -> tuple[list[bool], dict[str, float]]:
         """Which of these remembered samples stay, and what share went. Nobody's reward was looked at yet."""
@@ -123,9 +123,7 @@ class Corrector:
         nothing has moved yet, and `current` is the old policy."""
         if not self.uses_old:
             return Terms(rollout.values_N)
-        if any(id(s) not in self.records for s in samples):
-            assert not self.needs_pass, "a pass should have scored these samples before the update"
-            self.remember_all(samples, current.values_N.detach())
+        if self.learn(samples, current.values_N.detach()):
             self.weigh(samples)
         records = [self.records[id(s)] for s in samples]
         old_N = torch.cat([r.old.values_N for r in records])

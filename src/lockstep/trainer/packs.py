@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from lockstep.data.packing import GroupLengths, fill_ratio, pack
+from lockstep.data.packing import GroupLengths, bin_tokens, fill_ratio, pack
 from lockstep.trainer.microbatch import MicroBatch
 from lockstep.trainer.ranks import Division
 from lockstep.trainer.sample import Sample
@@ -23,14 +23,25 @@ class Packs:
     def pack(self, batch: list[Sample], metrics: dict[str, float]) -> list[list[int]]:
         """Micro-batches of sample numbers under the token budget. Samples of a group that have one prompt stand together;
         a conversation's later segments have prompts of their own."""
+        return [members for members, _ in self._bins(batch, metrics)]
+
+    def divided(self, batch: list[Sample], metrics: dict[str, float]) -> Division[list[Sample]]:
+        """The samples of each micro-batch of a mini-batch, shared among ranks by their tokens."""
+        bins = self._bins(batch, metrics)
+        packs = [[batch[i] for i in members] for members, _ in bins]
+        return self.parts.ranks.divide(packs, [tokens for _, tokens in bins])
+
+    def _bins(self, batch: list[Sample], metrics: dict[str, float]) -> list[tuple[list[int], int]]:
+        """Sample numbers and tokens of each micro-batch."""
         by_scales: dict[int, list[int]] = {}
         for i, sample in enumerate(batch):
             by_scales.setdefault(sample.completion.scale_version, []).append(i)
         if len(by_scales) > 1:  # rows of a forward pass share their KV scales
-            parts = [
-                (members, self.pack([batch[i] for i in members], metrics)) for members in by_scales.values()
+            return [
+                ([members[i] for i in chosen], tokens)
+                for members in by_scales.values()
+                for chosen, tokens in self._bins([batch[i] for i in members], metrics)
             ]
-            return [[members[i] for i in chosen] for members, bins in parts for chosen in bins]
         groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for i, sample in enumerate(batch):
             groups.setdefault((sample.group, sample.completion.prompt_ids), []).append(i)
@@ -43,17 +54,8 @@ class Packs:
         bins = pack(lengths, budget, share)
         metrics["data/microbatches"] = metrics.get("data/microbatches", 0.0) + len(bins)
         metrics["data/packing_fill"] = fill_ratio(bins, lengths, budget, share)
-        return [[order[i] for i in members] for members in bins]
-
-    def divided(self, batch: list[Sample], metrics: dict[str, float]) -> Division[list[Sample]]:
-        """The samples of each micro-batch of a mini-batch, shared among ranks by their tokens."""
-        packs = [[batch[i] for i in members] for members in self.pack(batch, metrics)]
-        prompts = [{s.completion.prompt_ids for s in samples} for samples in packs]
-        rows = [
-            sum(map(len, own)) + sum(len(s.completion.token_ids) for s in samples)
-            for own, samples in zip(prompts, packs, strict=True)
-        ]
-        return self.parts.ranks.divide(packs, rows)
+        found = [[order[i] for i in members] for members in bins]
+        return list(zip(found, bin_tokens(bins, lengths, share), strict=True))
 
     def microbatches(self, packs: Iterable[list[Sample]]) -> Iterator[tuple[list[Sample], MicroBatch]]:
         """Micro-batches of these samples, one at a time, with their samples."""

@@ -7,7 +7,7 @@ orders of the controller) is decided on all ranks alike, by the code that a sing
 the same bits whichever rank drew it. Gradients are summed over ranks; a parameter's moments are held by one rank, which steps it
 and sends it to the others (ZeRO stage 1, arXiv 1910.02054). The weights that come of it are compared in every step.
 
-Next: `../launch/torchrun.py`, which makes one; `update.py`, which divides micro-batches.
+Next: `../launch/torchrun.py`, which makes one; `packs.py`, which divides micro-batches.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class Updater:
             everyones = division.gather(seen)
             self.compare(division.items, everyones, mismatch)
             for chosen, part in zip(division.items, everyones, strict=True):
-                self.corrector.know(chosen, part.trainer_N.to(device))
+                self.corrector.learn(chosen, part.trainer_N)
         return division.gather(reduced)
 
     def compare(self, packs: Sequence[list[Sample]], scored: Sequence[Scored], mismatch: Mismatch) -> None:
